@@ -1,0 +1,1 @@
+"""NVFP4 kernels and operators. Use `qerl_kernels.ops`; nothing here imports `qerl`."""

@@ -1,0 +1,153 @@
+"""Multiplying by a packed NVFP4 weight: the CPU path and its cache, and a plain CUDA path.
+
+The block scales are folded into the weight before the product (v·s is exact in 16 bits) and the
+tensor's divisor g after it, in fp32: what remains is accumulation and one output rounding.
+Shape letters: M tokens, N outputs, K inputs.
+"""
+
+from dataclasses import dataclass, field
+from weakref import ref
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from qerl_kernels.layout import check_global_scale
+from qerl_kernels.quantize import unscaled
+
+
+@dataclass(slots=True)
+class _Entry:
+    """v·s of one packed tensor, a copy per dtype in use, and what it was made from."""
+
+    scale: ref
+    version: tuple[int, int]
+    weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+
+# Keyed on the identity of the packed tensor: an entry dies with its weight.
+_cache = WeakIdKeyDictionary()
+_inverses = WeakIdKeyDictionary()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # Tensors made under inference_mode carry no version and cannot be written in place outside it.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def cached_weight(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """v·s [N, K] in `dtype`, made once per packed tensor; made anew if codes or scales changed."""
+    entry = _cache.get(packed)
+    version = (_version(packed), _version(scale))
+    if entry is None or entry.version != version or entry.scale() is not scale:
+        entry = _cache[packed] = _Entry(ref(scale), version)
+    weight = entry.weights.get(dtype)
+    if weight is None:
+        # Made outside inference_mode whoever asks first, so that training can use it as well.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = entry.weights[dtype] = unscaled(packed, scale, dtype)
+    return weight
+
+
+def cache_bytes() -> int:
+    """Bytes the cache of unpacked CPU weights holds."""
+    return sum(w.nbytes for entry in list(_cache.values()) for w in entry.weights.values())
+
+
+def clear_cache() -> None:
+    """Drop every unpacked CPU weight; the next product makes its own again."""
+    _cache.clear()
+
+
+def _blas(
+    x: torch.Tensor, weight: torch.Tensor, alpha: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """alpha · x @ weight + bias for x [M, ·]; alpha and bias ride on BLAS's own epilogue."""
+    if bias is None:
+        # beta = 0: the first argument is not read, it only has to broadcast.
+        return torch.addmm(x.new_empty(1), x, weight, beta=0, alpha=alpha)
+    if bias.shape != weight.shape[1:]:
+        raise ValueError(f"bias must be [{weight.shape[1]}], found {tuple(bias.shape)}")
+    return torch.addmm(bias, x, weight, alpha=alpha)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, alpha: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`_blas` on the CPU, where 16-bit operands are widened first.
+
+    Then v·s up to 2688 cannot overflow fp16, sums are fp32 whatever the processor, and the
+    result is rounded once.
+    """
+    if x.dtype in (torch.float32, torch.float64):
+        return _blas(x, weight, alpha, bias)
+    wide_bias = None if bias is None else bias.float()
+    return _blas(x.float(), weight.float(), alpha, wide_bias).to(x.dtype)
+
+
+def _inverse(global_scale: torch.Tensor) -> float:
+    """1/g as a Python number. Off the CPU reading it stalls the device, so it is remembered."""
+    check_global_scale(global_scale)
+    if global_scale.is_cpu:
+        return 1.0 / global_scale.item()
+    version = _version(global_scale)
+    known = _inverses.get(global_scale)
+    if known is None or known[0] != version:
+        known = _inverses[global_scale] = (version, 1.0 / global_scale.item())
+    return known[1]
+
+
+def _checked(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x as [M, features], refused when the weight [features, …] takes another number of them."""
+    if x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"the input {tuple(x.shape)} has {x.shape[-1]} features, the weight takes "
+            f"{weight.shape[0]}"
+        )
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def matmul_cpu(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [*, K] → [*, N], through the cache."""
+    weight = cached_weight(packed, scale, x.dtype).t()
+    return _shaped(_product(_checked(x, weight), weight, _inverse(global_scale), bias), x)
+
+
+def matmul_t_cpu(
+    dy: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    """dy [*, N] → [*, K], through the same cached copy."""
+    weight = cached_weight(packed, scale, dy.dtype)
+    return _shaped(_product(_checked(dy, weight), weight, _inverse(global_scale), None), dy)
+
+
+def matmul_cuda(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [*, K] → [*, N]: one layer unpacked into a fresh workspace, then cuBLAS.
+
+    cuBLAS applies 1/g to its fp32 accumulator, before the output rounding. Unmeasured on a GPU.
+    """
+    weight = unscaled(packed, scale, x.dtype).t()
+    return _shaped(_blas(_checked(x, weight), weight, _inverse(global_scale), bias), x)
+
+
+def matmul_t_cuda(
+    dy: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    """dy [*, N] → [*, K], the same way. Unmeasured on a GPU."""
+    weight = unscaled(packed, scale, dy.dtype)
+    return _shaped(_blas(_checked(dy, weight), weight, _inverse(global_scale), None), dy)

@@ -1,0 +1,82 @@
+"""Writes that are whole or absent: a temporary neighbour first, then one rename.
+
+Whoever reads a file or folder written here sees the old one or the new one, never half of either,
+wherever the process was killed. Names that end in `.partial` are unfinished and may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PARTIAL = ".partial"
+
+
+def atomic_write(path: str | Path, data: str | bytes) -> None:
+    """Replace `path` by `data` (text is written as UTF-8) in one step. The folder must exist."""
+    path = Path(path)
+    raw = data.encode("utf-8") if isinstance(data, str) else data
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with open(partial, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    """Write `obj` as indented JSON, atomically. NaN and infinity are refused (ValueError)."""
+    text = json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write(path, text + "\n")
+
+
+@contextmanager
+def atomic_dir(path: str | Path) -> Iterator[Path]:
+    """Yield an empty folder beside `path`; it becomes `path` when the block ends without error.
+
+    An existing `path` is replaced whole. If the block raises, it is untouched and the unfinished
+    folder is removed; a process killed in the block leaves only `<path>.partial`, which the next
+    call clears away. Between the two renames of a replacement `path` is absent for an instant: a
+    process killed right there leaves the old folder as `<path>.old.partial`, and the next call
+    puts it back before it begins.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + PARTIAL)
+    old = path.with_name(path.name + ".old" + PARTIAL)
+    _recover(path, old)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _sync_files(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if path.exists():
+        os.replace(path, old)
+    os.replace(partial, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _recover(path: Path, old: Path) -> None:
+    if not old.exists():
+        return
+    if path.exists():
+        shutil.rmtree(old)
+    else:
+        os.replace(old, path)
+
+
+def _sync_files(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())

@@ -1,0 +1,1 @@
+"""From a 16- or 32-bit checkpoint to an NVFP4 one."""

@@ -1,0 +1,147 @@
+"""Everything a run holds while it lives, built from a recipe, and given back by `close`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from qerl.adapter import Adapter, save_adapter
+from qerl.checkpoint import load_checkpoint, prune, save_checkpoint
+from qerl.config import Recipe
+from qerl.errors import QerlError
+from qerl.evaluate import evaluate
+from qerl.memory import Meter, PhaseTimer
+from qerl.metrics import CompletionsWriter, MetricsWriter
+from qerl.noise import Noise
+from qerl.optim import build_optimizer
+from qerl.policy import Policy, base_sha256, load_policy
+from qerl.rollout.engine import Engine
+from qerl.rollout.native import NativeEngine
+from qerl.run_folder import RunFolder
+from qerl.tasks import PromptStream, load_task, make_prompts, train_prompts
+from qerl.types import EvalResult, Group, Prompt
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run counts; saved with every checkpoint, so that resuming continues it.
+
+    step: steps done. cursor: prompts taken. tokens: prompt and completion tokens seen.
+    version: updates of the adapter. seconds: by phase, over all sittings. elapsed: wall seconds.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    version: int = 0
+    elapsed: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    best_accuracy: float = -1.0
+    before: dict[str, Any] | None = None
+    base_sha256: str = ""
+
+
+class Session:
+    """The live parts of one run. Raises QerlError for anything the recipe asks and is not there."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, reward: Any, say: Say) -> None:
+        self.recipe, self.folder = recipe, folder
+        self.task = load_task(recipe, reward)
+        self.policy: Policy = load_policy(recipe, say)
+        self.noise = self._noise()
+        self.engine: Engine = NativeEngine(self.policy, max_rows=recipe.rollout.max_rows)
+        self.optimizer = build_optimizer(self.policy.model, recipe.train)
+        self.eval_prompts, self.stream = self._prompts(say)
+        sync = torch.cuda.synchronize if self.policy.device.type == "cuda" else None
+        self.timer, self.meter = PhaseTimer(sync), Meter(str(self.policy.device))
+        self.progress = Progress(base_sha256=base_sha256(self.policy.network))
+        self.metrics = MetricsWriter(folder.metrics)
+        self.completions = CompletionsWriter(folder.completions)
+        self.started = time.monotonic()
+
+    def _noise(self) -> Noise | None:
+        if self.recipe.noise.schedule == "off":
+            return None
+        seed, scale = self.recipe.seed, self.recipe.noise.scale
+        return Noise(self.policy.network, seed=seed, scale=scale)
+
+    def _prompts(self, say: Say) -> tuple[list[Prompt], PromptStream[Prompt]]:
+        tokenizer, context = self.policy.tokenizer, self.policy.context
+        held_out = self.task.eval_rows(self.recipe.eval.prompts)
+        evaluation, dropped_eval = make_prompts(held_out, tokenizer, self.recipe, context)
+        training, dropped = train_prompts(self.task, tokenizer, self.recipe, context)
+        if dropped or dropped_eval:
+            say(f"{dropped} training and {dropped_eval} held-out prompts are too long: left out")
+        return evaluation, PromptStream(training, self.recipe.seed)
+
+    @property
+    def elapsed(self) -> float:
+        """Wall seconds of this and earlier sittings."""
+        return self.progress.elapsed + time.monotonic() - self.started
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds by phase, earlier sittings included."""
+        earlier = self.progress.seconds
+        names = [*earlier, *(n for n in self.timer.seconds if n not in earlier)]
+        return {n: earlier.get(n, 0.0) + self.timer.seconds.get(n, 0.0) for n in names}
+
+    def evaluate(self, progress: Callable[..., Any] | None = None) -> tuple[EvalResult, list[Group]]:
+        """Greedy answers to the held-out prompts, with the clean model (no noise)."""
+        with self.timer("eval"):
+            return evaluate(
+                self.engine, self.task, self.eval_prompts, self.recipe, progress=progress
+            )
+
+    def save(self) -> None:
+        """A checkpoint of the last completed step, and the older ones pruned."""
+        p = self.progress
+        cursors = asdict(p) | {"elapsed": self.elapsed, "seconds": self.seconds()}
+        with self.timer("save"):
+            save_checkpoint(
+                self.folder.checkpoint(p.step),
+                step=p.step,
+                model=self.policy.model,
+                optimizer=self.optimizer,
+                cursors=cursors,
+            )
+            prune(self.folder.checkpoints, self.recipe.save.keep)
+
+    def restore(self, checkpoint: Any) -> None:
+        """Continue from a checkpoint folder: adapter, optimizer, random states and counters."""
+        loaded = load_checkpoint(checkpoint, model=self.policy.model, optimizer=self.optimizer)
+        sha = self.progress.base_sha256
+        self.progress = Progress(**loaded.cursors)
+        if self.progress.base_sha256 != sha:
+            raise QerlError(
+                f"model: the base of '{self.recipe.model}' is not the one this run began with "
+                f"(SHA-256 {sha[:12]}, then {self.progress.base_sha256[:12]}); resume needs it"
+            )
+        self.policy.version = self.progress.version
+        self.metrics.truncate_after(self.progress.step)
+        self.completions.truncate_after(self.progress.step)
+
+    def save_adapter(self, directory: Any) -> Adapter:
+        """The live adapter as a PEFT folder that names the Hub's model as its base."""
+        return save_adapter(
+            self.policy.model,
+            directory,
+            base_model=self.policy.base.hub_id,
+            tokenizer=self.policy.tokenizer,
+        )
+
+    def close(self) -> None:
+        """Give the memory back: a notebook may build the next run in the same process."""
+        self.metrics.close()
+        self.completions.close()
+        self.engine.close()
+        for part in ("policy", "engine", "optimizer", "noise"):
+            if hasattr(self, part):
+                delattr(self, part)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,142 @@
+"""The native engine against transformers' generate and against the packed training forward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from qerl.errors import QerlError
+from qerl.pack import common_prefix_length, pack, pack_one, packed_tokens
+from qerl.rollout.native import NativeEngine
+from qerl.rollout.sampling import sample_tokens, uniforms
+from qerl.types import Prompt, SamplingParams
+
+
+def prompts_of(*texts: tuple[int, ...]) -> list[Prompt]:
+    return [Prompt(i, (), "", ids) for i, ids in enumerate(texts)]
+
+
+PROMPTS = prompts_of((1, 5, 6, 7, 8, 9), (1, 5, 6, 3), (1, 5, 6, 7, 8, 4, 4, 4))
+
+
+def randomise_adapter(policy, seed: int = 3) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in policy.model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(0.05 * torch.randn(p.shape, generator=generator))
+
+
+def padded_logprobs(policy, prompt, ids, temperature=1.0):
+    """One sequence at a time through the plain model: the slow truth."""
+    full = torch.tensor([[*prompt.token_ids, *ids]])
+    with torch.no_grad():
+        logits = policy.network(full).logits[0, len(prompt.token_ids) - 1 : -1].float()
+    logp = torch.log_softmax(logits / temperature, -1)
+    return logp.gather(-1, torch.tensor(ids)[:, None])[:, 0], torch.special.entr(logp.exp()).sum(-1)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1], [PROMPTS[0], PROMPTS[0]]])
+def test_greedy_equals_transformers_generate(tiny_policy, prompts):
+    randomise_adapter(tiny_policy)
+    engine = NativeEngine(tiny_policy)
+    groups = engine.sample(prompts, SamplingParams(n=1, max_tokens=12, temperature=0.0))
+    for prompt, group in zip(prompts, groups, strict=True):
+        out = tiny_policy.network.generate(
+            torch.tensor([prompt.token_ids]), max_new_tokens=12, do_sample=False
+        )
+        assert group.completions[0].token_ids == out[0, len(prompt.token_ids) :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_logprobs_equal_packed_and_plain_forward(tiny_policy, temperature):
+    randomise_adapter(tiny_policy)
+    engine = NativeEngine(tiny_policy)
+    params = SamplingParams(n=4, max_tokens=9, temperature=temperature, seed=11)
+    groups = engine.sample(PROMPTS, params)
+    assert {c.finish_reason for g in groups for c in g.completions} == {"stop", "length"}
+    batch = pack_one(groups, torch.device("cpu"))
+    logp, entropy = tiny_policy.logprobs(batch, temperature)
+    assert (logp - batch.recorded()).abs().max() < 1e-4
+    row = 0
+    for group in groups:
+        for c in group.completions:
+            n = len(c.token_ids)
+            want, want_entropy = padded_logprobs(tiny_policy, group.prompt, c.token_ids, temperature)
+            torch.testing.assert_close(logp[row : row + n], want, atol=1e-4, rtol=0)
+            torch.testing.assert_close(entropy[row : row + n], want_entropy, atol=1e-4, rtol=0)
+            torch.testing.assert_close(torch.tensor(c.entropies), want_entropy, atol=1e-4, rtol=0)
+            row += n
+
+
+def test_draws_do_not_depend_on_the_batch(tiny_policy):
+    params = SamplingParams(n=4, max_tokens=9, seed=5)
+    together = NativeEngine(tiny_policy).sample(PROMPTS, params)
+    apart = NativeEngine(tiny_policy, max_rows=4).sample(PROMPTS, params)
+    other = NativeEngine(tiny_policy).sample(PROMPTS, SamplingParams(n=4, max_tokens=9, seed=6))
+    ids = [[c.token_ids for c in g.completions] for g in together]
+    assert ids == [[c.token_ids for c in g.completions] for g in apart]
+    assert ids != [[c.token_ids for c in g.completions] for g in other]
+
+
+def test_gradients_do_not_depend_on_packing(tiny_policy):
+    randomise_adapter(tiny_policy)
+    groups = NativeEngine(tiny_policy).sample(PROMPTS, SamplingParams(n=3, max_tokens=6, seed=2))
+
+    def gradient(budget: int) -> torch.Tensor:
+        tiny_policy.model.zero_grad()
+        batches = pack(groups, budget, torch.device("cpu"))
+        for batch in batches:
+            tiny_policy.logprobs(batch, 1.0)[0].sum().backward()
+        parameters = [p for p in tiny_policy.model.parameters() if p.requires_grad]
+        return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+
+    whole, split = gradient(10_000), gradient(1)
+    assert whole.norm() > 0
+    torch.testing.assert_close(whole, split, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_tokens_counts_what_pack_makes(tiny_policy):
+    groups = NativeEngine(tiny_policy).sample(PROMPTS, SamplingParams(n=3, max_tokens=6, seed=2))
+    assert pack_one(groups, torch.device("cpu")).input_ids.shape[1] == packed_tokens(groups)
+    budget = packed_tokens(groups[:2])
+    assert [len(b.groups) for b in pack(groups, budget, torch.device("cpu"))] == [2, 1]
+
+
+def test_common_prefix_leaves_every_prompt_a_token():
+    assert common_prefix_length([(1, 2, 3), (1, 2, 3)]) == 2
+    assert common_prefix_length([(1, 2, 3), (1, 2)]) == 1
+    assert common_prefix_length([(1,), (2, 3)]) == 0
+
+
+def test_prompt_without_room_is_refused(tiny_policy):
+    long = [Prompt(7, (), "", (1,) * 250)]
+    with pytest.raises(QerlError, match="prompt 7 has 250 tokens"):
+        NativeEngine(tiny_policy).sample(long, SamplingParams(n=1, max_tokens=7))
+
+
+def test_uniforms_are_uniform_and_pure():
+    ids = np.arange(200_000)
+    u = uniforms(9, ids, 4)
+    assert np.array_equal(u[[5, 77]], uniforms(9, ids[[5, 77]], 4))
+    assert abs(u.mean() - 0.5) < 0.002 and abs(u.var() - 1 / 12) < 0.001
+    v = uniforms(9, ids, 5)
+    assert abs(np.corrcoef(u, v)[0, 1]) < 0.01 and 0 <= u.min() and u.max() < 1
+
+
+def test_sampling_follows_the_distribution():
+    p = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    logits = p.log().expand(50_000, 4)
+    token, logp, entropy = sample_tokens(logits, 1.0, uniforms(1, np.arange(50_000), 0))
+    share = torch.bincount(token, minlength=4) / 50_000
+    assert (share - p).abs().max() < 0.01 and share[1] == 0
+    torch.testing.assert_close(logp, p[token].log())
+    assert entropy[0].item() == pytest.approx(0.8979457, abs=1e-5)
+
+
+def test_temperature_zero_takes_the_largest():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    token, logp, _ = sample_tokens(logits, 0.0, np.zeros(1))
+    assert token.item() == 1
+    assert logp.item() == pytest.approx(torch.log_softmax(logits, -1)[0, 1].item())
