@@ -26,7 +26,7 @@ LEAVES = {"qerl.errors", "qerl.types", "qerl.files", "qerl.stats", "qerl.home"}
 LIGHT = RECIPE_ROOM | LEAVES  # these never name a heavy package, not even inside a function
 HEAVY = {"torch", "transformers", "peft", "triton", "datasets", "accelerate", "numpy"}
 # Nobody below imports these: the command line, the loop, the public door.
-TOP = {"qerl.cli", "qerl.train", "qerl.doctor", "qerl"}
+TOP = {"qerl.cli", "qerl.run", "qerl.loop", "qerl.doctor", "qerl"}
 # What the model room may stand on (with LIGHT and the kernels).
 BELOW_MODEL = {"qerl.model", "qerl.quantize", "qerl.demo_model", "qerl.device"}
 ABOVE_QUANTIZE = {"qerl.quantize", "qerl_kernels"}
@@ -146,7 +146,7 @@ def test_no_import_cycle():
         ("qerl.model.load", "from qerl.rollout.native import x", "qerl.rollout.native"),
         ("qerl.algo.loss", "from qerl.policy import x", "qerl.policy"),
         ("qerl.optim", "import qerl", "qerl"),
-        ("qerl.optim", "from qerl.train import train", "qerl.train"),
+        ("qerl.optim", "from qerl.run import train", "qerl.run"),
         ("qerl.optim", "import triton.language as tl", "triton"),
         ("qerl.optim", "from . import types", "a relative import"),
     ],

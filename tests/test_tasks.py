@@ -65,7 +65,8 @@ def error_of(function, *arguments, **options):
 
 
 def listed(row):
-    return [int(n) for n in row["prompt"].rsplit(": ", 1)[1].removesuffix("?\n").split(", ")]
+    question = row["prompt"][-1]["content"]
+    return [int(n) for n in question.rsplit(": ", 1)[1].removesuffix("?").split(", ")]
 
 
 def test_numbers_rows_are_right():

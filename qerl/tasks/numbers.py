@@ -17,10 +17,11 @@ import numpy as np
 from qerl.reward import Reward
 from qerl.tasks.base import Row, Task
 
-# One worked example: it shows the format and, above all, where to stop.
-PROMPT = (
-    "Which number is the largest: 24, 71, 36, 58?\n71\n\nWhich number is the largest: {numbers}?\n"
-)
+# One worked example, as an earlier turn: it shows the format and, above all, where to stop.
+# Without it the model explains itself at length (0% exact answers); with it a fifth is right.
+SYSTEM = "Answer with a number."
+QUESTION = "Which number is the largest: {numbers}?"
+EXAMPLE = ("24, 71, 36, 58", "71")
 TRAIN_ROWS = 10_000
 LOWEST, HIGHEST = 10, 99
 HELD_OUT_SHARE = 8  # one problem in eight
@@ -80,7 +81,17 @@ def sample_four(stream: np.random.Philox) -> list[int]:
 
 def make_row(numbers: list[int]) -> Row:
     listed = ", ".join(map(str, numbers))
-    return {"prompt": PROMPT.format(numbers=listed), "answer": str(max(numbers))}
+    return {"prompt": messages(listed), "answer": str(max(numbers))}
+
+
+def messages(listed: str) -> list[dict[str, str]]:
+    """The conversation that asks for the largest of the listed numbers."""
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": QUESTION.format(numbers=EXAMPLE[0])},
+        {"role": "assistant", "content": EXAMPLE[1]},
+        {"role": "user", "content": QUESTION.format(numbers=listed)},
+    ]
 
 
 class TrainRows(Sequence[Row]):

@@ -48,7 +48,7 @@ def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
             if r.save.every and step % r.save.every == 0:
                 s.save()
         if r.eval.every and step % r.eval.every == 0 and step < r.train.steps:
-            evaluate_and_keep_best(s, interrupts, report)
+            evaluate_and_keep_best(s, interrupts)
         if r.train.max_hours is not None and s.elapsed > 3600 * r.train.max_hours:
             break
 
@@ -201,7 +201,7 @@ def finish_step(
     report(step, numbers)
 
 
-def evaluate_and_keep_best(s: Session, interrupts: Interrupts, report: Report) -> None:
+def evaluate_and_keep_best(s: Session, interrupts: Interrupts) -> None:
     """Held-out accuracy now; the best adapter so far is kept in best/."""
     result, _ = s.evaluate()
     with interrupts.critical():

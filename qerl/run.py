@@ -1,0 +1,303 @@
+"""What a user holds: `train` and `resume` make a `Run`, `open_run` comes back to an old one.
+
+A run keeps its model in memory so that it can be evaluated and asked; starting another one in the
+same process closes it first, so running a notebook cell again needs no more memory than once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from qerl.adapter import Adapter, load_adapter
+from qerl.checkpoint import latest
+from qerl.config import Recipe
+from qerl.console import Screen, quiet_third_party
+from qerl.errors import QerlError
+from qerl.files import atomic_write, write_json
+from qerl.interrupt import Interrupts
+from qerl.policy import base_sha256
+from qerl.recipes import changed_keys
+from qerl.report import build_summary, render, samples, show
+from qerl.run_folder import RunFolder, find_run
+from qerl.session import Session
+from qerl.loop import run_steps
+from qerl.types import EvalResult, Group, SamplingParams
+
+# Keys a resumed run may change: how long it goes on and what it writes, never what it learns from.
+RESUMABLE = ("train.steps", "train.max_hours", "eval.every", "save.", "output.")
+
+_open: Run | None = None
+
+
+class Run:
+    """A run with its model. Attributes: folder, recipe, adapter (when saved), summary (when over).
+
+    Close it, or use it in a `with` block, to give its memory back.
+    """
+
+    def __init__(self, folder: RunFolder, recipe: Recipe, session: Session) -> None:
+        global _open
+        if _open is not None:
+            _open.close()
+        self.folder, self.recipe = folder, recipe
+        self.summary: dict[str, Any] = {}
+        self.samples: list[Group] = []
+        self._session: Session | None = session
+        _open = self
+
+    @property
+    def session(self) -> Session:
+        if self._session is None:
+            raise QerlError(
+                f"run '{self.folder.path}' is closed (a newer run closes it): "
+                f"qerl.open_run('{self.folder.path}') loads it again"
+            )
+        return self._session
+
+    @property
+    def adapter(self) -> Adapter:
+        """The saved adapter; `run.adapter.save(folder)` copies it."""
+        return Adapter(self.folder.adapter)
+
+    def evaluate(self) -> EvalResult:
+        """Greedy accuracy on the held-out prompts, now."""
+        with quiet_third_party(self.folder.log):
+            return self.session.evaluate()[0]
+
+    def generate(
+        self,
+        prompt: str | list[dict[str, str]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """The trained model's answer to a text (as a user's message) or a list of messages."""
+        from qerl.tasks import make_prompts
+
+        s = self.session
+        limit = max_tokens or self.recipe.rollout.max_completion_tokens
+        row = {"prompt": prompt}
+        prompts, _ = make_prompts([row], s.policy.tokenizer, self.recipe, s.policy.context)
+        params = SamplingParams(1, limit, temperature, seed)
+        return s.engine.sample(prompts, params)[0].completions[0].text
+
+    def close(self) -> None:
+        """Give the memory back. The folder stays; closing twice is fine."""
+        global _open
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if _open is self:
+            _open = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def train(recipe: Recipe | str | Path, reward: Any = None, *, report: bool = True) -> Run:
+    """Train a recipe to its end and return the run.
+
+    recipe: a Recipe, a bundled name or a YAML path. reward: a function with the signature
+    `reward(prompts, completions, **columns) -> list[float | None]` (sync or async; `qerl.per_row`
+    wraps one that scores a single row), or a list of them; null: the recipe's own.
+    report: print progress and the final table.
+    Raises QerlError for a user's mistake; KeyboardInterrupt after saving when interrupted.
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    recipe.check()
+    close_open_run()
+    folder = RunFolder.create(recipe.output.dir, recipe.output.name or recipe.name, recipe)
+    return _run(folder, recipe, reward, report=report, fresh=True)
+
+
+def resume(
+    run: str | Path, overrides: dict[str, Any] | None = None, reward: Any = None, *, report=True
+) -> Run:
+    """Continue a run from its newest checkpoint.
+
+    overrides: may change how long it goes on and what it writes (`train.steps`, `save.every`, …);
+    any other changed key is refused by name, since the run would no longer be one experiment.
+    """
+    folder = find_run(run)
+    old = Recipe.load(folder.recipe)
+    recipe = Recipe.load(folder.recipe, overrides=overrides or {})
+    refused = [key for key in changed_keys(old, recipe) if not key.startswith(RESUMABLE)]
+    if refused:
+        raise QerlError(
+            f"{refused[0]}: a resumed run cannot change it (only {', '.join(RESUMABLE)}…); "
+            f"start a new run with `qerl train`"
+        )
+    if latest(folder.checkpoints) is None:
+        raise QerlError(
+            f"run '{folder.path}': no checkpoint yet, nothing to resume; start again with "
+            f"`qerl train {folder.recipe}` (and set save.every to checkpoint more often)"
+        )
+    close_open_run()
+    return _run(folder, recipe, reward, report=report, fresh=False)
+
+
+def open_run(run: str | Path, reward: Any = None, *, which: str = "last") -> Run:
+    """A finished or stopped run with its adapter (`last` or `best`), to evaluate or to ask."""
+    folder = find_run(run)
+    recipe = Recipe.load(folder.recipe)
+    source = folder.best if which == "best" else folder.adapter
+    if not source.is_dir():
+        raise QerlError(f"run '{folder.path}': it has no {source.name}/ yet; finish or resume it")
+    close_open_run()
+    with quiet_third_party(folder.log):
+        session = Session(recipe, folder, reward, _silent)
+        load_adapter(session.policy.model, source)
+    return Run(folder, recipe, session)
+
+
+def close_open_run() -> None:
+    """Close the run this process still holds, if any."""
+    if _open is not None:
+        _open.close()
+
+
+def _run(folder: RunFolder, recipe: Recipe, reward: Any, *, report: bool, fresh: bool) -> Run:
+    """Build the session, train, finish; on any way out nothing is lost and memory is given back."""
+    with Interrupts() as interrupts, _screen(folder, recipe, report) as screen:
+        with _folder_removed_on_error(folder, fresh):
+            session = Session(recipe, folder, reward, screen.message)
+        run = Run(folder, recipe, session)
+        try:
+            _train(run, interrupts, screen, fresh)
+        except BaseException as error:
+            _save_what_there_is(run, interrupts, screen, error)
+            run.close()
+            raise
+    if report:
+        show(final_report(run))
+    return run
+
+
+def _train(run: Run, interrupts: Interrupts, screen: Screen, fresh: bool) -> None:
+    s, folder = run.session, run.folder
+    if not fresh:
+        checkpoint = latest(folder.checkpoints)
+        assert checkpoint is not None
+        s.restore(checkpoint)
+        atomic_write(folder.recipe, run.recipe.to_yaml())
+        screen.message(f"resumed from {checkpoint}")
+    if run.recipe.eval.at_start and s.progress.before is None:
+        before, _ = s.evaluate(_eval_progress(screen, "evaluating the base"))
+        s.progress.before = before.as_dict()
+        screen.message(f"before training: {accuracy_line(s.progress.before)}")
+    run_steps(s, interrupts, screen.step)
+    after = None
+    if run.recipe.eval.at_end:
+        after, run.samples = s.evaluate(_eval_progress(screen, "evaluating the result"))
+    with interrupts.critical():
+        _finish(run, after)
+
+
+def _finish(run: Run, after: EvalResult | None) -> None:
+    """Check the base, then write checkpoint, adapter and summary."""
+    s, recipe, p = run.session, run.recipe, run.session.progress
+    sha = base_sha256(s.policy.network)
+    assert sha == p.base_sha256, "the frozen base has changed during the run"
+    if after is not None and recipe.save.best and after.accuracy > p.best_accuracy:
+        p.best_accuracy = after.accuracy
+        s.save_adapter(run.folder.best)
+    s.save()
+    s.save_adapter(run.folder.adapter)
+    run.summary = build_summary(
+        task=s.task.name,
+        seed=recipe.seed,
+        steps=p.step,
+        before=p.before,
+        after=after.as_dict() if after else None,
+        seconds=s.seconds(),
+        peak_bytes=s.meter.peak_bytes(),
+        base_sha256=(p.base_sha256, sha),
+        adapter=run.folder.adapter,
+    )
+    write_json(run.folder.summary, run.summary)
+
+
+def _save_what_there_is(
+    run: Run, interrupts: Interrupts, screen: Screen, error: BaseException
+) -> None:
+    """On an interrupt or a user's mistake in mid-run: save the last completed step, say how to go on.
+
+    An error of ours is not answered by writing files from a state that may be wrong.
+    """
+    s = run.session
+    if not isinstance(error, (KeyboardInterrupt, QerlError)):
+        return
+    if s.progress.step == 0 and isinstance(error, QerlError):
+        return
+    with contextlib.suppress(KeyboardInterrupt), interrupts.critical():
+        s.save()
+        s.save_adapter(run.folder.adapter)
+    screen.message(f"stopped after step {s.progress.step}; everything is saved. Go on with:")
+    screen.message(f"  qerl resume {shlex.quote(str(run.folder.path))}")
+
+
+def final_report(run: Run) -> RenderableType:
+    """The table printed at the end."""
+    return render(
+        run.summary,
+        run.folder.path,
+        base=run.session.policy.base.hub_id,
+        rank=run.recipe.lora.rank,
+        name=run.recipe.name,
+        sample_rows=samples(run.samples),
+    )
+
+
+def accuracy_line(result: dict[str, Any]) -> str:
+    low, high = result["ci95"]
+    return f"{result['accuracy']:.1%} correct (95% interval {low:.1%} to {high:.1%}, n = {result['n']})"
+
+
+def _eval_progress(screen: Screen, what: str) -> Callable[[int], None]:
+    done = 0
+
+    def heard(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        screen.status(f"{what}: {done} tokens")
+
+    return heard
+
+
+@contextlib.contextmanager
+def _screen(folder: RunFolder, recipe: Recipe, report: bool) -> Iterator[Screen]:
+    """The screen of a run, or one that writes nowhere; other libraries' talk goes to log.txt."""
+    with contextlib.ExitStack() as stack:
+        if report:
+            file, live = None, None
+        else:
+            file, live = stack.enter_context(open(os.devnull, "w")), False
+        stack.enter_context(quiet_third_party(folder.log))
+        yield stack.enter_context(Screen(recipe.train.steps, file=file, live=live))
+
+
+@contextlib.contextmanager
+def _folder_removed_on_error(folder: RunFolder, fresh: bool) -> Iterator[None]:
+    """A run that could not even be built leaves no folder behind."""
+    try:
+        yield
+    except BaseException:
+        if fresh:
+            shutil.rmtree(folder.path)
+        raise
+
+
+def _silent(text: str) -> None:
+    """For callers without a screen."""
