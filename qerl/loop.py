@@ -36,7 +36,8 @@ def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
     """Train from `s.progress.step` to the last step, the time limit, or an interrupt."""
     r = s.recipe
     with s.timer("gate"):
-        run_gate(s.engine, s.policy, s.eval_prompts, r.rollout.temperature)
+        gate = run_gate(s.engine, s.policy, s.eval_prompts, r.rollout.temperature)
+    s.metrics.write(s.progress.step, {f"qerl/gate/{k}": v for k, v in gate.numbers().items()})
     for step in range(s.progress.step + 1, r.train.steps + 1):
         groups, cursor = sample(s, step)
         reward(s, groups)
@@ -85,7 +86,8 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
     a, policy = s.recipe.algorithm, s.policy
     kept = trained_groups(s, groups)
     batches = pack(kept, s.recipe.train.tokens_per_micro_batch, policy.device)
-    lengths = [len(c.token_ids) for g in kept for c in g.completions if is_trained(s, c)]
+    # Skipped groups count in the divisors: leaving them out saves work and changes no gradient.
+    lengths = [len(c.token_ids) * is_trained(s, c) for g in groups for c in g.completions]
     r = s.recipe.rollout
     budget = r.prompts_per_step * r.group_size * r.max_completion_tokens
     totals = Totals.count(lengths, budget, len(batches))

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, TextIO
 
 from qerl.errors import QerlError
 from qerl.types import Completion, Group
@@ -44,26 +44,37 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 class JsonlWriter:
-    """Appends rows to a JSONL file, each flushed when written. Every row has an integer `step`."""
+    """Appends rows to a JSONL file, each flushed when written. Every row has an integer `step`.
+
+    The file is opened by the first write: who only reads a run must not touch the files of a
+    process that may still be writing them.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if self.path.exists():
-            _cut(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close())
+        self._file: TextIO | None = None
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         text = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in rows]
-        self._file.write("".join(line + "\n" for line in text))
-        self._file.flush()
+        file = self._opened()
+        file.write("".join(line + "\n" for line in text))
+        file.flush()
 
     def truncate_after(self, step: int) -> None:
         """Forget rows of later steps: a resumed run writes them again."""
-        self._file.flush()
+        self._opened().flush()
         _cut(self.path, lambda row: row["step"] <= step)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _opened(self) -> TextIO:
+        if self._file is None:
+            if self.path.exists():
+                _cut(self.path)
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (see close)
+        return self._file
 
     def __enter__(self):
         return self

@@ -66,7 +66,9 @@ class Policy:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits f32 [B, V] of hidden states [B, hidden], temperature 1."""
-        logits = (hidden @ self.head.T).float() * self.logit_scale
+        logits = (hidden @ self.head.T).float()
+        if self.logit_scale != 1.0:
+            logits *= self.logit_scale
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @contextmanager

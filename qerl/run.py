@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import RenderableType
 
@@ -29,7 +29,7 @@ from qerl.report import build_summary, render, samples, show
 from qerl.run_folder import RunFolder, find_run
 from qerl.session import Session
 from qerl.loop import run_steps
-from qerl.types import EvalResult, Group, SamplingParams
+from qerl.types import Completion, EvalResult, Group, SamplingParams
 
 # Keys a resumed run may change: how long it goes on and what it writes, never what it learns from.
 RESUMABLE = ("train.steps", "train.max_hours", "eval.every", "save.", "output.")
@@ -81,6 +81,21 @@ class Run:
         seed: int = 0,
     ) -> str:
         """The trained model's answer to a text (as a user's message) or a list of messages."""
+        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        return self.complete(prompt, **options).text
+
+    def complete(
+        self,
+        prompt: str | list[dict[str, str]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Completion:
+        """As `generate`, with the tokens, their log-probs and why it ended.
+
+        max_tokens: null takes the recipe's rollout.max_completion_tokens.
+        """
         from qerl.tasks import make_prompts
 
         s = self.session
@@ -88,7 +103,7 @@ class Run:
         row = {"prompt": prompt}
         prompts, _ = make_prompts([row], s.policy.tokenizer, self.recipe, s.policy.context)
         params = SamplingParams(1, limit, temperature, seed)
-        return s.engine.sample(prompts, params)[0].completions[0].text
+        return s.engine.sample(prompts, params)[0].completions[0]
 
     def close(self) -> None:
         """Give the memory back. The folder stays; closing twice is fine."""
@@ -148,17 +163,30 @@ def resume(
     return _run(folder, recipe, reward, report=report, fresh=False)
 
 
-def open_run(run: str | Path, reward: Any = None, *, which: str = "last") -> Run:
-    """A finished or stopped run with its adapter (`last` or `best`), to evaluate or to ask."""
+def open_run(
+    run: str | Path,
+    reward: Any = None,
+    *,
+    which: Literal["last", "best", "base"] = "last",
+    say: Callable[[str], None] = lambda text: None,
+) -> Run:
+    """A finished or stopped run with its adapter, to evaluate or to ask.
+
+    which: the `last` or the `best` adapter, or the `base` model without any.
+    say: hears what takes long, such as quantizing a base that is not in the cache.
+    """
     folder = find_run(run)
     recipe = Recipe.load(folder.recipe)
     source = folder.best if which == "best" else folder.adapter
-    if not source.is_dir():
+    if which != "base" and not source.is_dir():
         raise QerlError(f"run '{folder.path}': it has no {source.name}/ yet; finish or resume it")
     close_open_run()
+    if which == "base":
+        recipe.lora.init = None  # a fresh adapter adds exactly nothing
     with quiet_third_party(folder.log):
-        session = Session(recipe, folder, reward, _silent)
-        load_adapter(session.policy.model, source)
+        session = Session(recipe, folder, reward, say)
+        if which != "base":
+            load_adapter(session.policy.model, source)
     return Run(folder, recipe, session)
 
 
@@ -297,7 +325,3 @@ def _folder_removed_on_error(folder: RunFolder, fresh: bool) -> Iterator[None]:
         if fresh:
             shutil.rmtree(folder.path)
         raise
-
-
-def _silent(text: str) -> None:
-    """For callers without a screen."""

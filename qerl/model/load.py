@@ -62,7 +62,6 @@ def load_base(
 
     Raises QerlError for a model that does not exist or a format it does not have.
     """
-    attention.register()
     source, hub_id = resolve_model(model, say)
     checkpoint = nvfp4_directory(source, say) if format == "nvfp4" else source
     if format == "nvfp4":
@@ -70,6 +69,7 @@ def load_base(
     else:
         if quantization_of(source):
             raise QerlError(f"format: bf16 was asked for, but '{model}' is a quantized checkpoint")
+        attention.register()
         network = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, attn_implementation=attention.NAME
         ).to(device)
@@ -162,8 +162,7 @@ def fingerprint(directory: Path) -> str:
 def load_packed(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """An NVFP4 checkpoint -> model with NVFP4Linear layers, everything else in `dtype`."""
     config = AutoConfig.from_pretrained(directory)
-    config.quantization_config = None
-    delattr(config, "quantization_config")
+    del config.quantization_config  # transformers' own reader would unpack to 16 bits
     model = skeleton(config, dtype)
     tensors = {name: file for file in weight_files(directory) for name in tensor_names(file)}
     with TensorReader(tensors) as read:
@@ -185,6 +184,7 @@ def load_packed(directory: Path, dtype: torch.dtype, device: torch.device) -> Pr
 
 def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The architecture on the meta device: no memory, no initialisation."""
+    attention.register()
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME

@@ -56,6 +56,16 @@ class GateReport:
     parity_canary: Parity
     moved: float
 
+    def numbers(self) -> dict[str, float]:
+        """For the metrics: the worse of the two parities, and what the canary moved."""
+        pair = (self.parity, self.parity_canary)
+        return {
+            "max_abs": max(p.max_abs for p in pair),
+            "mean_abs": max(p.mean_abs for p in pair),
+            "kl": max(p.kl for p in pair),
+            "canary_moved": self.moved,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
