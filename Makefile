@@ -31,6 +31,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+	$(BIN)/python scripts/check_size.py
 
 test: lint
 	$(BIN)/pytest -m "not slow and not gpu"

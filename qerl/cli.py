@@ -2,7 +2,7 @@
 
 A user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143; any other
 exception keeps its traceback, because it is ours. Nothing heavy is imported before a command needs
-it: help answers at once. The commands that load a model are in `qerl.cli_model`.
+it: help answers at once. The others: `qerl.cli_train`, `qerl.cli_model`, `qerl.cli_doctor`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from qerl import cli_model
-from qerl.cli_model import Json, RunArgument
+from qerl import cli_doctor, cli_model, cli_train
+from qerl.cli_options import Json, RunArgument
 from qerl.cli_output import Output
 from qerl.errors import QerlError
 from qerl.interrupt import Terminated
@@ -92,7 +92,9 @@ def tail(
     n: Annotated[int, typer.Option("-n", min=1, help="How many of each.")] = 3,
     json: Json = None,
 ) -> None:
-    """Show the newest best, worst and truncated completions of a run, also while it trains.
+    """Show a run's newest best, worst and truncated completions.
+
+    Works while the run trains.
 
     \b
     qerl tail latest
@@ -142,7 +144,7 @@ def explain(
     ] = "",
     json: Json = None,
 ) -> None:
-    """Say what a recipe key means: its type, default and allowed values.
+    """Say what a recipe key means, with its type and default.
 
     Names from TRL, Unsloth and verl are answered with the name here.
 
@@ -167,7 +169,7 @@ def init(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Write a recipe, a reward function and five rows of data that train as they are.
+    """Write a recipe, a reward and five rows of data that train as is.
 
     \b
     qerl init my-task
@@ -184,7 +186,9 @@ def init(
 
 
 for _command in (
-    cli_model.demo, cli_model.train, cli_model.resume, cli_model.quantize, cli_model.evaluate,
-    cli_model.generate, cli_model.chat, tail, cli_model.export, cli_model.plan, recipes, explain, init,
+    cli_train.demo, cli_train.train, cli_train.resume, cli_train.quantize, cli_model.evaluate,
+    cli_model.generate, cli_model.chat, tail, cli_model.export, recipes, explain, init,
+    cli_train.plan,
 ):  # fmt: skip
     app.command("eval" if _command is cli_model.evaluate else _command.__name__)(_command)
+cli_doctor.register(app)

@@ -1,13 +1,14 @@
-"""`qerl doctor`: try a recipe out before a run. Imports no torch until it runs."""
+"""`qerl doctor`: try a recipe out before a run. Imports nothing heavy until it runs."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
-from typing import Annotated, Any
+import sys
+from typing import Annotated
 
 import typer
+
+from qerl.cli_options import Changes, Json, RecipeArgument
+from qerl.cli_output import Output, quiet
 
 
 def register(app: typer.Typer) -> None:
@@ -16,55 +17,38 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    recipe: Annotated[str, typer.Argument(help="A bundled recipe's name or a YAML file.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changed keys, such as train.lr=2e-5."),
-    ] = None,
+    recipe: RecipeArgument,
+    changes: Changes = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Use nothing from the network.")
     ] = False,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Run this check alone (may be repeated).")
+        list[str] | None,
+        typer.Option("--only", metavar="CHECK", help="Run this check alone (may be repeated)."),
     ] = None,
-    json_path: Annotated[
-        str | None,
-        typer.Option("--json", metavar="PATH", help="Write the report there as JSON (-: here)."),
-    ] = None,
+    json: Json = None,
 ) -> None:
-    """Find what would waste a night, in a minute: machine, model, prompts, reward, first answers.
+    """Find what would waste a night, in a minute, before a run.
 
-    Exits with 1 if a check fails. What could not be checked is said, and never called ok.
+    Looks at the machine, the model, prompts, reward and the first answers. Exits with 1 if a check
+    fails; what could not be checked is said, and never called ok.
+
+    \b
+    qerl doctor demo-smollm2
+    qerl doctor recipe.yaml train.lr=2e-5 --offline --json report.json
     """
-    from rich.console import Console
+    with Output(json) as out:
+        from rich.console import Console
 
-    from qerl.config import Recipe
-    from qerl.console import quiet_third_party
-    from qerl.doctor import run_checks
-    from qerl.recipes import parse_overrides
+        from qerl.config import Recipe
+        from qerl.doctor import run_checks
+        from qerl.recipes import parse_overrides
 
-    loaded = Recipe.load(recipe, parse_overrides(changes or []))
-    console = Console(stderr=True)
-    with tempfile.NamedTemporaryFile(suffix=".log") as log, console.status("doctor") as status:
-        with quiet_third_party(log.name):
+        loaded = Recipe.load(recipe, parse_overrides(changes or []))
+        console = Console(file=sys.stdout)
+        with console.status("doctor") as status, quiet():
             report = run_checks(loaded, offline=offline, only=only or None, say=status.update)
-    if json_path == "-":
-        typer.echo(as_json(report.as_dict()))
-    else:
-        Console().print(report.table())
-    if json_path not in (None, "-"):
-        write_report(Path(json_path), report.as_dict())
+        console.print(report.table())
+        out.report(report.as_dict())
     if report.failed:
         raise typer.Exit(1)
-
-
-def as_json(report: dict[str, Any]) -> str:
-    return json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    from qerl.files import atomic_write
-
-    path = path.expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, as_json(report) + "\n")

@@ -1,20 +1,20 @@
-"""Commands that load a model, or at least its configuration: train, ask, measure, take away.
+"""Commands about a run's result: measure it, ask it, take it away.
 
-Every import that brings torch is inside the command, under `quiet`: a library's warning at import
-time goes to a log like any other.
+As in `qerl.cli_train`, every import that brings torch is inside the command, under `quiet`.
 """
 
 from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from qerl.cli_options import Best, Json, MaxTokens, RunArgument, Seed, Temperature
 from qerl.cli_output import Output, quiet
 from qerl.errors import QerlError
 
@@ -26,171 +26,7 @@ if TYPE_CHECKING:
 
 Which = Literal["last", "best", "base"]
 
-RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A bundled name (`qerl recipes`) or a .yaml file.")
-]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Run folder, name below ./runs, or `latest`.")
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changed keys, such as train.lr=2e-5."),
-]
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="PATH", help="Write the result as JSON to a file; - is standard output."
-    ),
-]
-Best = Annotated[
-    bool, typer.Option("--best", help="Use best/, the adapter with the best held-out accuracy.")
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Longest answer. Default: as in training.")
-]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, help="0 takes the most likely token each time.")
-]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of the sampling, for a temperature above 0.")]
-
 CHAT_TOKENS = 256
-
-
-def demo(changes: Changes = None, json: Json = None) -> None:
-    """Train a small real model on this machine, with no further question (a few minutes on a CPU).
-
-    The same as `qerl train demo-smollm2`.
-
-    \b
-    qerl demo
-    qerl demo train.steps=5 eval.prompts=50
-    """
-    train("demo-smollm2", changes, json)
-
-
-def train(recipe: RecipeArgument, changes: Changes = None, json: Json = None) -> None:
-    """Train a recipe: a bundled name or a .yaml file, with any keys changed.
-
-    Ctrl-C stops and saves; `qerl resume` goes on.
-
-    \b
-    qerl train demo-smollm2
-    qerl train my-task/recipe.yaml train.steps=50 train.lr=2e-5
-    qerl train demo-smollm2 --json result.json
-    """
-    from qerl.config import Recipe
-    from qerl.recipes import parse_overrides
-
-    with Output(json) as out:
-        loaded = Recipe.load(recipe, overrides=parse_overrides(changes or []))
-        with quiet():
-            from qerl import run
-
-            finished = run.train(loaded)
-        _report_run(out, finished)
-
-
-def resume(run: RunArgument, changes: Changes = None, json: Json = None) -> None:
-    """Continue a stopped run from its newest checkpoint, or a finished one for more steps.
-
-    Only keys that do not change what is learnt may be changed: how long it goes on, how often it
-    saves and evaluates.
-
-    \b
-    qerl resume latest
-    qerl resume runs/demo-smollm2-20260101-120000 train.steps=48
-    """
-    from qerl.recipes import parse_overrides
-    from qerl.run_folder import find_run
-
-    with Output(json) as out:
-        overrides = parse_overrides(changes or [])
-        folder = find_run(run)
-        with quiet():
-            from qerl import run as runs
-
-            finished = runs.resume(folder.path, overrides)
-        _report_run(out, finished)
-
-
-def _report_run(out: Output, run: Run) -> None:
-    out.report({"run": str(run.folder.path), **run.summary})
-    run.close()
-
-
-def quantize(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a 16-bit checkpoint.")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="New folder.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an NVFP4 checkpoint already there.")
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Write a model's checkpoint in NVFP4 (4.5 bits a weight), in compressed-tensors' layout.
-
-    Training does this by itself, once, into the cache; this is for serving or sharing the result.
-
-    \b
-    qerl quantize smollm2-135m-instruct-pypi -o smollm2-nvfp4
-    qerl quantize Qwen/Qwen3-0.6B -o qwen3-nvfp4
-    """
-    output = output.expanduser()
-    with Output(json) as out:
-        with quiet():
-            from qerl.model.load import resolve_model
-            from qerl.quantize.checkpoint import quantize_checkpoint
-
-            source, _ = resolve_model(model, out.say)
-            if overwrite:
-                _check_replaceable(output, source)
-            with _bar() as heard:
-                made = quantize_checkpoint(source, output, overwrite=overwrite, progress=heard)
-        out.say(_quantized(made))
-        out.report(made)
-
-
-def _check_replaceable(folder: Path, source: Path) -> None:
-    """Overwriting deletes the folder: only a checkpoint of this kind may be lost by it."""
-    from qerl.model.load import quantization_of
-
-    if not folder.exists():
-        return
-    if folder.resolve() in (source.resolve(), *source.resolve().parents):
-        raise QerlError(f"--output '{folder}': the model itself is there; name another folder")
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    is_model = (folder / "config.json").is_file()
-    if not is_model or quantization_of(folder).get("format") != "nvfp4-pack-quantized":
-        raise QerlError(
-            f"--output '{folder}': not an NVFP4 checkpoint, so it is not overwritten; "
-            "name another folder"
-        )
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on a terminal; elsewhere nothing, the result line says it all."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console()
-    with Progress(
-        console=console, transient=True, redirect_stderr=False, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("quantizing", total=None)
-        yield lambda done, total, layer: progress.update(task, completed=done, total=total)
-
-
-def _quantized(made: dict[str, Any]) -> str:
-    from qerl.console import human_bytes, human_seconds
-
-    before, after = human_bytes(made["source_bytes"]), human_bytes(made["bytes"])
-    return (
-        f"{made['path']}: {made['layers']} layers, {made['parameters']:,} weights in NVFP4, "
-        f"{before} became {after} in {human_seconds(made['seconds'])}"
-    )
 
 
 def evaluate(
@@ -207,10 +43,10 @@ def evaluate(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Measure a run's accuracy on the held-out prompts, greedily, with its 95% interval.
+    """Measure a run's accuracy on the held-out prompts.
 
-    Writes every completion with its rewards to eval-last.jsonl, eval-best.jsonl or
-    eval-base.jsonl in the run folder.
+    Answers are greedy; the accuracy comes with its 95% interval. Every completion with its
+    rewards is written to the run folder (`eval-last.jsonl`, `-best`, `-base`).
 
     \b
     qerl eval latest
@@ -344,8 +180,9 @@ def generate(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Ask a trained model one question. The answer alone goes to standard output.
+    """Ask a trained model one question.
 
+    The answer alone goes to standard output.
     The recipe's system message, prefix and suffix are put around the question, as in training.
 
     \b
@@ -385,9 +222,10 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
 ) -> None:
-    """Talk to a trained model; it sees the whole conversation.
+    """Talk to a trained model.
 
-    One message a line. /new starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer.
+    It sees the whole conversation. One message a line. /new starts over, /exit or Ctrl-D ends,
+    Ctrl-C stops an answer.
 
     \b
     qerl chat latest
@@ -442,41 +280,6 @@ def _typed() -> Iterator[str]:
             yield text
 
 
-def plan(recipe: RecipeArgument, changes: Changes = None, json: Json = None) -> None:
-    """Predict the memory of a run from its recipe; no weights are loaded, no GPU is needed.
-
-    \b
-    qerl plan demo-smollm2
-    qerl plan my-task/recipe.yaml device=cuda rollout.group_size=16
-    """
-    from qerl.config import Recipe
-    from qerl.recipes import parse_overrides
-    from qerl.report import show
-
-    with Output(json) as out:
-        loaded = Recipe.load(recipe, overrides=parse_overrides(changes or []))
-        with quiet():
-            from qerl.memory import plan as predict
-
-            predicted = predict(loaded, _model_config(loaded.model, out.note))
-        show(predicted.table())
-        out.report({"recipe": loaded.name, "model": loaded.model, **predicted.as_dict()})
-
-
-def _model_config(model: str, say: Callable[[str], None]) -> Any:
-    """The configuration alone: of a Hub id no more than config.json is fetched."""
-    from transformers import AutoConfig
-
-    from qerl.adapter import is_hub_id
-    from qerl.model.load import first_line, resolve_model
-
-    source = model if is_hub_id(model) else resolve_model(model, say)[0]
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise QerlError(f"model: no configuration of '{model}' ({first_line(error)})") from error
-
-
 def export(
     run: RunArgument,
     output: Annotated[
@@ -486,7 +289,9 @@ def export(
     best: Best = False,
     json: Json = None,
 ) -> None:
-    """Copy a run's adapter to a folder that peft, vLLM and the Hugging Face Hub understand.
+    """Copy a run's adapter to a folder of yours, checked.
+
+    peft, vLLM and the Hugging Face Hub understand it.
 
     \b
     qerl export latest -o my-adapter

@@ -33,6 +33,8 @@ def check_cuda(device: torch.device) -> None:
     index = device.index or 0
     if index >= count:
         found = f"{count} CUDA device{'s' if count != 1 else ''} found"
+        if torch.version.cuda is None and torch.version.hip is None:
+            found += " (this PyTorch is built for CPUs only)"
         raise QerlError(f"device: '{device}' was asked for and {found}; use device=cpu or auto")
     if torch.version.hip is not None:
         raise QerlError(f"device: '{device}' is a ROCm device, which is not supported; use cpu")

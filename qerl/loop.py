@@ -35,10 +35,11 @@ Report = Callable[[int, dict[str, float]], None]
 def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
     """Train from `s.progress.step` to the last step, the time limit, or an interrupt."""
     r = s.recipe
-    with s.timer("gate"):
+    with s.timer("gate"), interrupts.critical():  # the canary must not be left in the adapter
         gate = run_gate(s.engine, s.policy, s.eval_prompts, r.rollout.temperature)
     s.metrics.write(s.progress.step, {f"qerl/gate/{k}": v for k, v in gate.numbers().items()})
     for step in range(s.progress.step + 1, r.train.steps + 1):
+        s.timer.lap()  # evaluations and saves in between are no part of a step's time
         groups, cursor = sample(s, step)
         reward(s, groups)
         s.optimizer.zero_grad(set_to_none=True)
@@ -91,7 +92,8 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
     r = s.recipe.rollout
     budget = r.prompts_per_step * r.group_size * r.max_completion_tokens
     totals = Totals.count(lengths, budget, len(batches))
-    shared = s.recipe.noise.credit == "shared"
+    credit = s.recipe.noise.credit if s.noise is not None else "shared"
+    shared = credit == "shared"
     losses, pairs = [], []
     for number, batch in enumerate(batches):
         with s.timer("forward"), noise(s, step, shared), dropout_seed(s, step, number):
@@ -108,9 +110,14 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
                 loss=a.loss,
                 clip_low=a.clip_low,
                 clip_high=a.clip_high,
-                correction=a.correction,
+                correction="none" if credit == "uncorrected" else a.correction,
                 correction_max=a.correction_max,
             )
+            if not logp.requires_grad:
+                raise QerlError(
+                    "lora.targets: the output does not depend on the adapter at all; "
+                    "name modules of the language model"
+                )
             # Inside the noise: activation checkpointing runs the forward again in backward.
             with s.timer("backward"):
                 out.loss.backward()
@@ -145,7 +152,7 @@ def update(s: Session, step: int) -> dict[str, float]:
     parameters = adapter_parameters(s.policy.model)
     lr = lr_at(step, config, config.steps)
     metrics = {"learning_rate": lr, "grad_norm": 0.0, "qerl/skipped_step": 1.0}
-    if all(p.grad is None for p in parameters.values()):
+    if not any(p.grad is not None and p.grad.any() for p in parameters.values()):
         return metrics
     with s.timer("optimizer"):
         check_gradients(s, parameters)
@@ -239,5 +246,5 @@ def dropout_seed(s: Session, step: int, number: int) -> Iterator[None]:
         yield
         return
     with torch.random.fork_rng():
-        torch.manual_seed(stream_seed(s.recipe.seed, step) * 1009 + number)
+        torch.manual_seed((stream_seed(s.recipe.seed, step) * 1009 + number) % 2**63)
         yield

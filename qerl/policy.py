@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 from peft import PeftModel
-from qerl_kernels import ops
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,6 +21,7 @@ from qerl.errors import QerlError
 from qerl.model.load import Base, load_base
 from qerl.model.lora import attach_lora
 from qerl.pack import MicroBatch
+from qerl_kernels import ops
 
 
 class Policy:
@@ -35,7 +35,7 @@ class Policy:
         self.network: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.decoder: nn.Module = self.network.get_decoder()
-        self.head: torch.Tensor = self.network.get_output_embeddings().weight
+        self.head = self.network.get_output_embeddings().get_parameter("weight")
         config = self.network.config.get_text_config()
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.logit_scale = logit_scale(config)
@@ -108,10 +108,11 @@ def eos_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fro
     generation = getattr(network, "generation_config", None)
     for source in (generation, network.config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        found |= set(value) if isinstance(value, (list, tuple)) else {value} - {None}
+        values = value if isinstance(value, (list, tuple)) else [value]
+        found |= {int(i) for i in values if i is not None}
     if not found:
         raise QerlError("model: neither generation_config, config nor tokenizer names an EOS id")
-    return frozenset(int(i) for i in found)
+    return frozenset(found)
 
 
 def base_sha256(model: nn.Module) -> str:
@@ -122,5 +123,5 @@ def base_sha256(model: nn.Module) -> str:
     for name in sorted(state):
         tensor = state[name].detach().contiguous().cpu()
         digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

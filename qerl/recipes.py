@@ -290,6 +290,19 @@ def _resolve(key: str, value: Any, folder: Path) -> Any:
 # ------------------------------------------------------------------------------- whole recipes
 
 
+def absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with its local paths, taken from the working directory, made absolute: a run
+    folder's recipe.yaml must mean the same wherever it is read."""
+    values = recipe.model_dump()
+    _resolve_paths(values, Path.cwd())
+    for holder, key in ((values, "model"), (values["lora"], "init")):
+        if holder[key] is not None and Path(holder[key]).is_dir():
+            holder[key] = str(Path(holder[key]).resolve())
+    fixed = Recipe(**values)
+    fixed._source = recipe._source
+    return fixed
+
+
 def changed_keys(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose values differ, as `{key: (old, new)}`; empty when the recipes are equal."""
     before, after = flatten(old), flatten(new)

@@ -15,7 +15,6 @@ from rich.text import Text
 from qerl import environment
 from qerl.console import human_bytes, human_seconds
 from qerl.errors import QerlError
-from qerl.types import EvalResult
 from qerl.types import Group as SampledGroup
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what `vllm serve --max-lora-rank` accepts

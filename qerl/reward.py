@@ -147,9 +147,10 @@ def bind(
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names = {p.name for p in named}
-    by_keyword = standard[1] in names or (catch_all and (standard[0] in names or not ordered))
-    taken = set() if by_keyword else {p.name for p in ordered[:2]}
     known = {*columns, *standard}
+    all_known = all(p.name in known for p in ordered if p.default is p.empty)
+    by_keyword = standard[1] in names or (catch_all and all_known)  # (completion_ids, **kwargs)
+    taken = set() if by_keyword else {p.name for p in ordered[:2]}
     for p in named:
         if p.name not in taken | known and p.default is p.empty:
             raise QerlError(

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -23,12 +24,12 @@ from qerl.console import Screen, quiet_third_party
 from qerl.errors import QerlError
 from qerl.files import atomic_write, write_json
 from qerl.interrupt import Interrupts
+from qerl.loop import run_steps
 from qerl.policy import base_sha256
-from qerl.recipes import changed_keys
+from qerl.recipes import absolute_paths, changed_keys
 from qerl.report import build_summary, render, samples, show
 from qerl.run_folder import RunFolder, find_run
 from qerl.session import Session
-from qerl.loop import run_steps
 from qerl.types import Completion, EvalResult, Group, SamplingParams
 
 # Keys a resumed run may change: how long it goes on and what it writes, never what it learns from.
@@ -80,7 +81,11 @@ class Run:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> str:
-        """The trained model's answer to a text (as a user's message) or a list of messages."""
+        """The trained model's answer to a question, put as the task puts its own, or to messages.
+
+        prompt: a text (the demo's task puts its worked example before it), or a list of messages,
+        which is taken as it is.
+        """
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         return self.complete(prompt, **options).text
 
@@ -100,7 +105,7 @@ class Run:
 
         s = self.session
         limit = max_tokens or self.recipe.rollout.max_completion_tokens
-        row = {"prompt": prompt}
+        row = {"prompt": s.task.ask(prompt) if isinstance(prompt, str) else prompt}
         prompts, _ = make_prompts([row], s.policy.tokenizer, self.recipe, s.policy.context)
         params = SamplingParams(1, limit, temperature, seed)
         return s.engine.sample(prompts, params)[0].completions[0]
@@ -132,6 +137,7 @@ def train(recipe: Recipe | str | Path, reward: Any = None, *, report: bool = Tru
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     recipe.check()
+    recipe = absolute_paths(recipe)
     close_open_run()
     folder = RunFolder.create(recipe.output.dir, recipe.output.name or recipe.name, recipe)
     return _run(folder, recipe, reward, report=report, fresh=True)
@@ -197,34 +203,52 @@ def close_open_run() -> None:
 
 
 def _run(folder: RunFolder, recipe: Recipe, reward: Any, *, report: bool, fresh: bool) -> Run:
-    """Build the session, train, finish; on any way out nothing is lost and memory is given back."""
+    """Build the session, train, finish; on any way out nothing is lost and memory is given back.
+
+    A notebook keeps the last traceback; its frames would keep the model, so they are emptied where
+    they say nothing: after an interrupt and after a user's mistake.
+    """
     with Interrupts() as interrupts, _screen(folder, recipe, report) as screen:
+        screen.status(f"loading {recipe.model}")
         with _folder_removed_on_error(folder, fresh):
             session = Session(recipe, folder, reward, screen.message)
+        if not fresh:
+            _restore(session, screen)
         run = Run(folder, recipe, session)
+        screen.message(f"run folder: {folder.path}")
         try:
-            _train(run, interrupts, screen, fresh)
+            _train(run, interrupts, screen)
         except BaseException as error:
             _save_what_there_is(run, interrupts, screen, error)
             run.close()
+            if isinstance(error, (KeyboardInterrupt, QerlError)):
+                traceback.clear_frames(error.__traceback__)
             raise
     if report:
         show(final_report(run))
     return run
 
 
-def _train(run: Run, interrupts: Interrupts, screen: Screen, fresh: bool) -> None:
-    s, folder = run.session, run.folder
-    if not fresh:
-        checkpoint = latest(folder.checkpoints)
-        assert checkpoint is not None
-        s.restore(checkpoint)
-        atomic_write(folder.recipe, run.recipe.to_yaml())
-        screen.message(f"resumed from {checkpoint}")
+def _restore(session: Session, screen: Screen) -> None:
+    """Continue from the newest checkpoint, or close the session: it holds neither run's state."""
+    checkpoint = latest(session.folder.checkpoints)
+    assert checkpoint is not None
+    try:
+        session.restore(checkpoint)
+    except BaseException:
+        session.close()
+        raise
+    atomic_write(session.folder.recipe, session.recipe.to_yaml())
+    screen.message(f"resumed from {checkpoint}")
+
+
+def _train(run: Run, interrupts: Interrupts, screen: Screen) -> None:
+    s = run.session
     if run.recipe.eval.at_start and s.progress.before is None:
         before, _ = s.evaluate(_eval_progress(screen, "evaluating the base"))
         s.progress.before = before.as_dict()
         screen.message(f"before training: {accuracy_line(s.progress.before)}")
+    screen.status(f"comparing sampler and trainer, then step {s.progress.step + 1}")
     run_steps(s, interrupts, screen.step)
     after = None
     if run.recipe.eval.at_end:
@@ -260,7 +284,7 @@ def _finish(run: Run, after: EvalResult | None) -> None:
 def _save_what_there_is(
     run: Run, interrupts: Interrupts, screen: Screen, error: BaseException
 ) -> None:
-    """On an interrupt or a user's mistake in mid-run: save the last completed step, say how to go on.
+    """On an interrupt or a user's mistake in mid-run: save the last step done, say how to go on.
 
     An error of ours is not answered by writing files from a state that may be wrong.
     """
@@ -290,7 +314,8 @@ def final_report(run: Run) -> RenderableType:
 
 def accuracy_line(result: dict[str, Any]) -> str:
     low, high = result["ci95"]
-    return f"{result['accuracy']:.1%} correct (95% interval {low:.1%} to {high:.1%}, n = {result['n']})"
+    interval = f"95% interval {low:.1%} to {high:.1%}"
+    return f"{result['accuracy']:.1%} correct ({interval}, n = {result['n']})"
 
 
 def _eval_progress(screen: Screen, what: str) -> Callable[[int], None]:

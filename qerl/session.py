@@ -34,6 +34,7 @@ class Progress:
 
     step: steps done. cursor: prompts taken. tokens: prompt and completion tokens seen.
     version: updates of the adapter. seconds: by phase, over all sittings. elapsed: wall seconds.
+    rewards: names of the reward functions.
     """
 
     step: int = 0
@@ -45,6 +46,7 @@ class Progress:
     best_accuracy: float = -1.0
     before: dict[str, Any] | None = None
     base_sha256: str = ""
+    rewards: list[str] = field(default_factory=list)
 
 
 class Session:
@@ -54,20 +56,25 @@ class Session:
         self.recipe, self.folder = recipe, folder
         self.task = load_task(recipe, reward)
         self.policy: Policy = load_policy(recipe, say)
-        self.noise = self._noise()
+        self.noise = self._noise(say)
         self.engine: Engine = NativeEngine(self.policy, max_rows=recipe.rollout.max_rows)
         self.optimizer = build_optimizer(self.policy.model, recipe.train)
         self.eval_prompts, self.stream = self._prompts(say)
         sync = torch.cuda.synchronize if self.policy.device.type == "cuda" else None
         self.timer, self.meter = PhaseTimer(sync), Meter(str(self.policy.device))
-        self.progress = Progress(base_sha256=base_sha256(self.policy.network))
+        self.progress = Progress(
+            base_sha256=base_sha256(self.policy.network),
+            rewards=[reward.name for reward in self.task.rewards],
+        )
         self.metrics = MetricsWriter(folder.metrics)
         self.completions = CompletionsWriter(folder.completions)
         self.started = time.monotonic()
 
-    def _noise(self) -> Noise | None:
+    def _noise(self, say: Say) -> Noise | None:
         if self.recipe.noise.schedule == "off":
             return None
+        if self.recipe.noise.credit == "uncorrected":
+            say("noise.credit: uncorrected trains on tokens of a noisy policy as if they were its own")
         seed, scale = self.recipe.seed, self.recipe.noise.scale
         return Noise(self.policy.network, seed=seed, scale=scale)
 
@@ -91,7 +98,9 @@ class Session:
         names = [*earlier, *(n for n in self.timer.seconds if n not in earlier)]
         return {n: earlier.get(n, 0.0) + self.timer.seconds.get(n, 0.0) for n in names}
 
-    def evaluate(self, progress: Callable[..., Any] | None = None) -> tuple[EvalResult, list[Group]]:
+    def evaluate(
+        self, progress: Callable[..., Any] | None = None
+    ) -> tuple[EvalResult, list[Group]]:
         """Greedy answers to the held-out prompts, with the clean model (no noise)."""
         with self.timer("eval"):
             return evaluate(
@@ -115,13 +124,19 @@ class Session:
     def restore(self, checkpoint: Any) -> None:
         """Continue from a checkpoint folder: adapter, optimizer, random states and counters."""
         loaded = load_checkpoint(checkpoint, model=self.policy.model, optimizer=self.optimizer)
-        sha = self.progress.base_sha256
-        self.progress = Progress(**loaded.cursors)
-        if self.progress.base_sha256 != sha:
+        now, saved = self.progress, Progress(**loaded.cursors)
+        if saved.base_sha256 != now.base_sha256:
             raise QerlError(
                 f"model: the base of '{self.recipe.model}' is not the one this run began with "
-                f"(SHA-256 {sha[:12]}, then {self.progress.base_sha256[:12]}); resume needs it"
+                f"(SHA-256 {now.base_sha256[:12]}, then {saved.base_sha256[:12]}); resume needs it"
             )
+        if saved.rewards != now.rewards:
+            raise QerlError(
+                f"reward: this run was trained with {', '.join(saved.rewards)}, not with "
+                f"{', '.join(now.rewards)}; resume it in Python: "
+                f"qerl.resume({str(self.folder.path)!r}, reward=…)"
+            )
+        self.progress = saved
         self.policy.version = self.progress.version
         self.metrics.truncate_after(self.progress.step)
         self.completions.truncate_after(self.progress.step)

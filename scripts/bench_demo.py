@@ -52,7 +52,7 @@ def run_seed(recipe: str, seed: int, overrides: dict[str, object], scratch: Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="demo-smollm2")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")

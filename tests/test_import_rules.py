@@ -26,7 +26,8 @@ LEAVES = {"qerl.errors", "qerl.types", "qerl.files", "qerl.stats", "qerl.home"}
 LIGHT = RECIPE_ROOM | LEAVES  # these never name a heavy package, not even inside a function
 HEAVY = {"torch", "transformers", "peft", "triton", "datasets", "accelerate", "numpy"}
 # Nobody below imports these: the command line, the loop, the public door.
-TOP = {"qerl.cli", "qerl.cli_model", "qerl.run", "qerl.loop", "qerl.doctor", "qerl"}
+COMMANDS = {"qerl.cli", "qerl.cli_doctor", "qerl.cli_model", "qerl.cli_train"}
+TOP = COMMANDS | {"qerl.run", "qerl.loop", "qerl.doctor", "qerl"}
 # What the model room may stand on (with LIGHT and the kernels).
 BELOW_MODEL = {"qerl.model", "qerl.quantize", "qerl.demo_model", "qerl.device"}
 ABOVE_QUANTIZE = {"qerl.quantize", "qerl_kernels"}

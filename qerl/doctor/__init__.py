@@ -7,7 +7,7 @@ attributes handed to `register`. What could not be checked is never called ok.
 
 from __future__ import annotations
 
-from qerl.doctor import machine, prompts, rewards, policy  # noqa: F401, I001 - they register; order of the report
+from qerl.doctor import machine, policy, prompts, rewards  # noqa: F401 - they register checks
 from qerl.doctor.context import Context
 from qerl.doctor.frame import Check, Finding, NotChecked, Report, check, register, run_checks
 

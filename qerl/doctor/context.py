@@ -34,7 +34,7 @@ class NotChecked(Exception):
 
 
 class Context:
-    """One recipe under examination. Properties raise QerlError or NotChecked (head of this file)."""
+    """One recipe under examination. Properties raise as the head of this file says."""
 
     def __init__(
         self, recipe: Recipe, *, offline: bool, reward: Any, say: Callable[[str], None]
@@ -42,6 +42,8 @@ class Context:
         self.recipe, self.offline, self.reward, self.say = recipe, offline, reward, say
         self._made: dict[str, Any] = {}
         self._failed: dict[str, str] = {}
+        self._error: QerlError | None = None
+        self._blame = ""
 
     def require(self, needs: Needs) -> None:
         """Make what a check of this kind stands on."""
@@ -54,7 +56,8 @@ class Context:
         """Give the memory back."""
         self._made.clear()
 
-    def _once(self, name: str, make: Callable[[], T]) -> T:
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returns, made at the first call under this name."""
         if name in self._failed:
             raise NotChecked(self._failed[name])
         if name not in self._made:
@@ -64,7 +67,10 @@ class Context:
                 self._failed[name] = str(reason)
                 raise
             except QerlError as error:
-                self._failed[name] = f"it needs the {name}, which failed ({error})"
+                # What this stands on may have failed with the same error: blame that.
+                if error is not self._error:
+                    self._error, self._blame = error, f"it needs the {name}, which failed ({error})"
+                self._failed[name] = self._blame
                 raise
         return self._made[name]
 
@@ -78,12 +84,12 @@ class Context:
             device = resolve_device(self.recipe.device)
             return device, resolve_dtype(self.recipe.dtype, device)
 
-        return self._once("device", make)
+        return self.once("device", make)
 
     @property
     def source(self) -> Path:
         """The model's directory; fetched if need be."""
-        return self._once("model", self._source)
+        return self.once("model", self._source)
 
     def _source(self) -> Path:
         from qerl.model.load import resolve_model
@@ -109,7 +115,7 @@ class Context:
                 delattr(config, "quantization_config")
             return config
 
-        return self._once("model configuration", make)
+        return self.once("model configuration", make)
 
     @property
     def context_length(self) -> int | None:
@@ -122,7 +128,7 @@ class Context:
 
             return load_tokenizer(self.source)
 
-        return self._once("tokenizer", make)
+        return self.once("tokenizer", make)
 
     @property
     def plan(self) -> Plan:
@@ -133,7 +139,7 @@ class Context:
             name = str(dtype).removeprefix("torch.")
             return plan(self.recipe, self.config, device=str(device), dtype=name)
 
-        return self._once("memory plan", make)
+        return self.once("memory plan", make)
 
     @property
     def available_bytes(self) -> int:
@@ -142,14 +148,14 @@ class Context:
         if device.type == "cuda":
             import torch
 
-            return self._once("free memory", lambda: torch.cuda.mem_get_info(device)[0])
-        return self._once("free memory", available_memory)
+            return self.once("free memory", lambda: torch.cuda.mem_get_info(device)[0])
+        return self.once("free memory", available_memory)
 
     # --------------------------------------------------------------------------- task and prompts
 
     @property
     def task(self) -> Task:
-        return self._once("task", self._task)
+        return self.once("task", self._task)
 
     def _task(self) -> Task:
         from qerl.tasks import load_task
@@ -169,7 +175,7 @@ class Context:
             rows = self.task.train_rows()
             return self._render(rows, spread(len(rows), LOOKED_AT))
 
-        return self._once("training prompts", make)
+        return self.once("training prompts", make)
 
     @property
     def held_out(self) -> list[Prompt]:
@@ -179,7 +185,7 @@ class Context:
             rows = self.task.eval_rows(self.recipe.eval.prompts)
             return self._render(rows, spread(len(rows), LOOKED_AT))
 
-        return self._once("held-out prompts", make)
+        return self.once("held-out prompts", make)
 
     def _render(self, rows: Sequence[Any], indices: Sequence[int]) -> list[Prompt]:
         from qerl.tasks.prompts import Renderer
@@ -213,7 +219,7 @@ class Context:
 
     @property
     def policy(self) -> Policy:
-        return self._once("loaded model", self._policy)
+        return self.once("loaded model", self._policy)
 
     def _policy(self) -> Policy:
         import torch
@@ -238,12 +244,12 @@ class Context:
 
             return NativeEngine(self.policy, max_rows=self.recipe.rollout.max_rows)
 
-        return self._once("engine", make)
+        return self.once("engine", make)
 
     @property
     def samples(self) -> list[Group]:
         """Scored groups of a few training prompts, sampled as a training step does (no noise)."""
-        return self._once("samples", self._samples)
+        return self.once("samples", self._samples)
 
     def _samples(self) -> list[Group]:
         from qerl.reward import score_groups

@@ -37,8 +37,11 @@ class Check(Protocol):
     `run` may raise QerlError (the check fails with that text) or NotChecked with the reason.
     """
 
-    name: str
-    needs: Needs
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs(self) -> Needs: ...
 
     def run(self, context: Context) -> Finding: ...
 
@@ -47,14 +50,18 @@ class Check(Protocol):
 class FunctionCheck:
     name: str
     needs: Needs
-    run: Callable[[Context], Finding]
+    function: Callable[[Context], Finding]
+
+    def run(self, context: Context) -> Finding:
+        return self.function(context)
 
 
+ORDER: tuple[Needs, ...] = ("recipe", "tokenizer", "model")  # cheap ones first
 CHECKS: dict[str, Check] = {}
 
 
 def register(new: Check) -> None:
-    """Add a check; it runs after those already there. Two of one name are a mistake of ours."""
+    """Add a check; it runs after those that need as much. Two of one name are our mistake."""
     assert new.name not in CHECKS, f"two checks are named {new.name}"
     CHECKS[new.name] = new
 
@@ -151,13 +158,15 @@ def run_checks(
 
 
 def _choose(only: Iterable[str] | None) -> list[Check]:
+    ordered = sorted(CHECKS.values(), key=lambda item: ORDER.index(item.needs))
     if only is None:
-        return list(CHECKS.values())
+        return ordered
     names = list(only)
     for name in names:
         if name not in CHECKS:
-            raise QerlError(f"doctor: there is no check {name!r}; there are: {', '.join(CHECKS)}")
-    return [item for name, item in CHECKS.items() if name in names]
+            known = ", ".join(item.name for item in ordered)
+            raise QerlError(f"doctor: there is no check {name!r}; there are: {known}")
+    return [item for item in ordered if item.name in names]
 
 
 def _run(item: Check, context: Context) -> Line:

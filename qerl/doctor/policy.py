@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from qerl.doctor.context import PROBES, Context
 from qerl.doctor.frame import Finding, check
 
@@ -32,11 +34,14 @@ def gate(context: Context) -> Finding:
     prompts = context.fitting(context.held_out, PROBES)
     found = run_gate(context.engine, context.policy, prompts, context.recipe.rollout.temperature)
     parity = found.parity_canary
+    changed = not math.isfinite(found.moved)  # another token was sampled
+    moved = "changed a sampled token" if changed else f"moved log-probs by {found.moved:.2g}"
     text = (
         f"sampler and trainer differ by {parity.max_abs:.1g} at most on {parity.n} tokens "
-        f"(KL {parity.kl:.1g}); the canary adapter moved log-probs by {found.moved:.2g}"
+        f"(KL {parity.kl:.1g}); the canary adapter {moved}"
     )
-    return Finding("ok", text, data=found.as_dict())
+    data = found.as_dict() | {"moved": None if changed else found.moved}
+    return Finding("ok", text, data=data)
 
 
 @check("base_accuracy", "model")
@@ -73,12 +78,9 @@ def zero_variance(context: Context) -> Finding:
     fix = "easier or mixed prompts, a larger rollout.group_size, or a reward with partial credit"
     if equal == groups:
         return Finding("fail", f"{text}: a step would learn nothing", fix, data)
-    return Finding(
-        "warn" if data["share"] >= FEW_LEARN else "ok",
-        text,
-        fix * (data["share"] >= FEW_LEARN),
-        data,
-    )
+    if data["share"] >= FEW_LEARN:
+        return Finding("warn", text, fix, data)
+    return Finding("ok", text, data=data)
 
 
 @check("truncated", "model")

@@ -90,14 +90,14 @@ def best_of_bad(context: Context) -> Scores:
 
 def scores(context: Context, kind: str) -> Scores:
     """Score one kind of answer to a few rows; made once."""
-    return context._once(f"reward of {kind} answers", lambda: measure(context, kind))
+    return context.once(f"reward of {kind} answers", lambda: measure(context, kind))
 
 
 def measure(context: Context, kind: str) -> Scores:
     from qerl.evaluate import is_solved
     from qerl.reward import score_groups
 
-    column = context.recipe.task.answer_column
+    column = context.recipe.task.answer_column or ""
     prompts = context.prompts
     if has_gold(context):
         prompts = [p for p in prompts if p.columns.get(column) is not None]
@@ -117,11 +117,11 @@ def measure(context: Context, kind: str) -> Scores:
     return Scores(mean, sum(is_solved(task, c) for c in done) / len(done), len(done), seconds)
 
 
-def answers(prompts: Sequence[Prompt], column: str | None, kind: str) -> list[str]:
+def answers(prompts: Sequence[Prompt], column: str, kind: str) -> list[str]:
     """Texts of one kind; a wrong answer is another row's, if that differs."""
     if kind == "empty":
         return [""] * len(prompts)
-    own: list[Any] = [prompt.columns.get(column or "") for prompt in prompts]
+    own: list[Any] = [prompt.columns.get(column) for prompt in prompts]
     if kind == "gold":
         return [str(answer) for answer in own]
     return [

@@ -83,10 +83,17 @@ def qerl_attention(
     if tree is not None:
         return _tree_attention(query, key, value, tree, scale, sliding_window, softcap), None
     if softcap is not None:
-        raise NotImplementedError("soft-capped attention runs through packed batches only")
+        visible = _causal(query, key) if attention_mask is None else attention_mask
+        return _attend(query, key, value, visible, scale, softcap).transpose(1, 2), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """bool [t, s]: the queries are the last t of s positions."""
+    t, s = query.shape[2], key.shape[2]
+    return torch.ones(t, s, dtype=torch.bool, device=query.device).tril(s - t)
 
 
 def _tree_attention(

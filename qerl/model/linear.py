@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from peft.tuners.lora.config import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
-from qerl_kernels import ops
 from torch import nn
+
+from qerl_kernels import ops
 
 
 class NVFP4Linear(nn.Module):
@@ -69,9 +70,10 @@ class LoraLinear(nn.Module, LoraLayer):
         return y
 
     def _add_adapter(self, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The low-rank product is added in the same GEMM call; fp32 masters are cast to x's type."""
-        a = self.lora_A[name].weight.to(x.dtype)
-        b = self.lora_B[name].weight.to(x.dtype)
+        """The low-rank product is added inside its own GEMM; fp32 masters take x's type."""
+        a, b = (
+            part[name].get_parameter("weight").to(x.dtype) for part in (self.lora_A, self.lora_B)
+        )
         flat = self.lora_dropout[name](x).reshape(-1, x.shape[-1])
         y_flat = y.reshape(-1, y.shape[-1])
         return torch.addmm(y_flat, flat @ a.T, b.T, alpha=float(self.scaling[name])).view_as(y)

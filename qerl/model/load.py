@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -72,7 +73,8 @@ def load_base(
         attention.register()
         network = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, attn_implementation=attention.NAME
-        ).to(device)
+        )
+        network.to(device)  # pyright: ignore[reportArgumentType]  (transformers wraps the method)
     network.requires_grad_(False).eval()
     return Base(network, load_tokenizer(checkpoint), source, checkpoint, hub_id)
 
@@ -162,7 +164,7 @@ def fingerprint(directory: Path) -> str:
 def load_packed(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """An NVFP4 checkpoint -> model with NVFP4Linear layers, everything else in `dtype`."""
     config = AutoConfig.from_pretrained(directory)
-    del config.quantization_config  # transformers' own reader would unpack to 16 bits
+    delattr(config, "quantization_config")  # transformers' own reader would unpack to 16 bits
     model = skeleton(config, dtype)
     tensors = {name: file for file in weight_files(directory) for name in tensor_names(file)}
     with TensorReader(tensors) as read:
@@ -174,6 +176,8 @@ def load_packed(directory: Path, dtype: torch.dtype, device: torch.device) -> Pr
                 set_parameter(model, name, value)
     initialise_buffers(model, device)
     model.tie_weights()
+    if (directory / "generation_config.json").exists():  # it lists every id that ends an answer
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     missing = [name for name, p in model.named_parameters() if p.is_meta]
     if missing:
         raise QerlError(
@@ -249,11 +253,10 @@ def set_parameter(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def initialise_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Computed buffers (rotary frequencies) are not in the file: transformers' own rule fills them."""
+    """Computed buffers (rotary frequencies) are in no file: transformers' own rule fills them."""
     for module in model.modules():
-        stranded = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
-        if not stranded:
-            continue
-        for name in stranded:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        model._init_weights(module)
+        stranded = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
+        for name, buffer in stranded.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if stranded:
+            model._init_weights(module)

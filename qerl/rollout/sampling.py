@@ -25,7 +25,7 @@ def mix64(value: np.ndarray) -> np.ndarray:
 def uniforms(seed: int, requests: np.ndarray, position: int) -> np.ndarray:
     """float64 in [0, 1) for each request id at one token position; a pure function."""
     with np.errstate(over="ignore"):
-        key = mix64(np.uint64(seed) * _GOLDEN + np.uint64(1))
+        key = mix64(np.array([seed], dtype=np.uint64) * _GOLDEN + np.uint64(1))
         key = mix64(key ^ (requests.astype(np.uint64) * _GOLDEN + np.uint64(position)))
         bits = mix64(key + _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -35,3 +35,7 @@ class Task(ABC):
     @abstractmethod
     def eval_rows(self, n: int) -> list[Row]:
         """The first n held-out rows (all of them where there are fewer); none is trained on."""
+
+    def ask(self, text: str) -> str | list[dict[str, str]]:
+        """A question of the user's as this task's rows put theirs (default: as it is)."""
+        return text

@@ -81,16 +81,17 @@ def sample_four(stream: np.random.Philox) -> list[int]:
 
 def make_row(numbers: list[int]) -> Row:
     listed = ", ".join(map(str, numbers))
-    return {"prompt": messages(listed), "answer": str(max(numbers))}
+    question = QUESTION.format(numbers=listed)
+    return {"prompt": messages(question), "answer": str(max(numbers))}
 
 
-def messages(listed: str) -> list[dict[str, str]]:
-    """The conversation that asks for the largest of the listed numbers."""
+def messages(question: str) -> list[dict[str, str]]:
+    """The conversation that ends in a question, after the worked example."""
     return [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": QUESTION.format(numbers=EXAMPLE[0])},
         {"role": "assistant", "content": EXAMPLE[1]},
-        {"role": "user", "content": QUESTION.format(numbers=listed)},
+        {"role": "user", "content": question},
     ]
 
 
@@ -142,3 +143,6 @@ class NumbersTask(Task):
 
     def eval_rows(self, n: int) -> list[Row]:
         return [make_row(numbers) for numbers in islice(held_out_problems(), n)]
+
+    def ask(self, text: str) -> str | list[dict[str, str]]:
+        return messages(text)

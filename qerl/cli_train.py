@@ -1,0 +1,196 @@
+"""Commands before and during training: demo, train, resume, quantize, plan.
+
+Every import that brings torch is inside the command, under `quiet`: a library's warning at import
+time goes to a log like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qerl.cli_options import Changes, Json, RecipeArgument, RunArgument
+from qerl.cli_output import Output, quiet
+from qerl.errors import QerlError
+
+if TYPE_CHECKING:
+    from qerl.run import Run
+
+
+def demo(changes: Changes = None, json: Json = None) -> None:
+    """Train a small real model now, in a few minutes on a CPU.
+
+    The same as `qerl train demo-smollm2`; it asks nothing.
+
+    \b
+    qerl demo
+    qerl demo train.steps=5 eval.prompts=50
+    """
+    train("demo-smollm2", changes, json)
+
+
+def train(recipe: RecipeArgument, changes: Changes = None, json: Json = None) -> None:
+    """Train a recipe, with any of its keys changed.
+
+    Ctrl-C stops and saves; `qerl resume` goes on.
+
+    \b
+    qerl train demo-smollm2
+    qerl train my-task/recipe.yaml train.steps=50 train.lr=2e-5
+    qerl train demo-smollm2 --json result.json
+    """
+    from qerl.config import Recipe
+    from qerl.recipes import parse_overrides
+
+    with Output(json) as out:
+        loaded = Recipe.load(recipe, overrides=parse_overrides(changes or []))
+        with quiet():
+            from qerl import run
+
+            finished = run.train(loaded)
+        _report_run(out, finished)
+
+
+def resume(run: RunArgument, changes: Changes = None, json: Json = None) -> None:
+    """Continue a stopped run, or a finished one for more steps.
+
+    Begins at the newest checkpoint. Only keys that do not change what is learnt may be given:
+    how long it goes on, how often it saves and evaluates.
+
+    \b
+    qerl resume latest
+    qerl resume runs/demo-smollm2-20260101-120000 train.steps=48
+    """
+    from qerl.recipes import parse_overrides
+    from qerl.run_folder import find_run
+
+    with Output(json) as out:
+        overrides = parse_overrides(changes or [])
+        folder = find_run(run)
+        with quiet():
+            from qerl import run as runs
+
+            finished = runs.resume(folder.path, overrides)
+        _report_run(out, finished)
+
+
+def _report_run(out: Output, run: Run) -> None:
+    out.report({"run": str(run.folder.path), **run.summary})
+    run.close()
+
+
+def quantize(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a 16-bit checkpoint.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="New folder.")],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an NVFP4 checkpoint already there.")
+    ] = False,
+    json: Json = None,
+) -> None:
+    """Write a model as an NVFP4 checkpoint, 4.5 bits a weight.
+
+    In the layout of compressed-tensors, which vLLM and transformers read. Training does this by
+    itself, once, into the cache; this is for serving or sharing the result.
+
+    \b
+    qerl quantize smollm2-135m-instruct-pypi -o smollm2-nvfp4
+    qerl quantize Qwen/Qwen3-0.6B -o qwen3-nvfp4
+    """
+    output = output.expanduser()
+    with Output(json) as out:
+        with quiet():
+            from qerl.model.load import resolve_model
+            from qerl.quantize.checkpoint import quantize_checkpoint
+
+            source, _ = resolve_model(model, out.say)
+            if overwrite:
+                _check_replaceable(output, source)
+            with _bar() as heard:
+                made = quantize_checkpoint(source, output, overwrite=overwrite, progress=heard)
+        out.say(_quantized(made))
+        out.report(made)
+
+
+def _check_replaceable(folder: Path, source: Path) -> None:
+    """Overwriting deletes the folder: only a checkpoint of this kind may be lost by it."""
+    from qerl.model.load import quantization_of
+
+    if not folder.exists():
+        return
+    if folder.resolve() in (source.resolve(), *source.resolve().parents):
+        raise QerlError(f"--output '{folder}': the model itself is there; name another folder")
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    is_model = (folder / "config.json").is_file()
+    if not is_model or quantization_of(folder).get("format") != "nvfp4-pack-quantized":
+        raise QerlError(
+            f"--output '{folder}': not an NVFP4 checkpoint, so it is not overwritten; "
+            "name another folder"
+        )
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on a terminal; elsewhere nothing, the result line says it all."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console()
+    with Progress(
+        console=console, transient=True, redirect_stderr=False, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("quantizing", total=None)
+        yield lambda done, total, layer: progress.update(task, completed=done, total=total)
+
+
+def _quantized(made: dict[str, Any]) -> str:
+    from qerl.console import human_bytes, human_seconds
+
+    before, after = human_bytes(made["source_bytes"]), human_bytes(made["bytes"])
+    return (
+        f"{made['path']}: {made['layers']} layers, {made['parameters']:,} weights in NVFP4, "
+        f"{before} became {after} in {human_seconds(made['seconds'])}"
+    )
+
+
+def plan(recipe: RecipeArgument, changes: Changes = None, json: Json = None) -> None:
+    """Predict the memory of a run from its recipe.
+
+    No weights are loaded, and a plan for a GPU needs no GPU.
+
+    \b
+    qerl plan demo-smollm2
+    qerl plan my-task/recipe.yaml device=cuda rollout.group_size=16
+    """
+    from qerl.config import Recipe
+    from qerl.recipes import parse_overrides
+    from qerl.report import show
+
+    with Output(json) as out:
+        loaded = Recipe.load(recipe, overrides=parse_overrides(changes or []))
+        with quiet():
+            from qerl.memory import plan as predict
+
+            predicted = predict(loaded, _model_config(loaded.model, out.note))
+        show(predicted.table())
+        out.report({"recipe": loaded.name, "model": loaded.model, **predicted.as_dict()})
+
+
+def _model_config(model: str, say: Callable[[str], None]) -> Any:
+    """The configuration alone: of a Hub id no more than config.json is fetched."""
+    from transformers import AutoConfig
+
+    from qerl.adapter import is_hub_id
+    from qerl.model.load import first_line, resolve_model
+
+    source = model if is_hub_id(model) else resolve_model(model, say)[0]
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise QerlError(f"model: no configuration of '{model}' ({first_line(error)})") from error
