@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -61,8 +61,8 @@ def evaluate(
         if not path.parent.is_dir():
             raise QerlError(f"--out '{path}': there is no folder '{path.parent}'; make it first")
         label = adapter_label(opened, which)
-        with quiet():
-            result, groups = _measure(opened)
+        with quiet(), _counting(f"evaluating {len(opened.session.eval_prompts)} prompts") as heard:
+            result, groups = opened.session.evaluate(heard)
         _write_completions(path, opened.session.task, groups)
         for line in _eval_lines(opened, label, result):
             out.say(line)
@@ -86,7 +86,7 @@ def _opened(run: str, which: Which, out: Output) -> Iterator[Run]:
     from qerl.run_folder import find_run
 
     folder = find_run(run)
-    with quiet():
+    with quiet(), _counting(f"loading {folder.path}"):
         from qerl.run import open_run
 
         opened = open_run(folder.path, which=which, say=out.note)
@@ -106,19 +106,21 @@ def adapter_label(run: Run, which: Which) -> str:
     return which if trained else "untrained"
 
 
-def _measure(run: Run) -> tuple[EvalResult, list[Group]]:
-    """Evaluate with a counter on the terminal."""
+@contextmanager
+def _counting(what: str) -> Iterator[Callable[[int], None]]:
+    """On a terminal, one line with the tokens heard so far, gone after the block."""
     from qerl.console import Screen
 
     tokens = 0
     with Screen(0) as screen:
+        screen.status(what)
 
         def heard(new: int) -> None:
             nonlocal tokens
             tokens += new
-            screen.status(f"evaluating {len(run.session.eval_prompts)} prompts: {tokens} tokens")
+            screen.status(f"{what}: {tokens} tokens")
 
-        return run.session.evaluate(heard)
+        yield heard
 
 
 def _eval_lines(run: Run, label: str, result: EvalResult) -> list[str]:
@@ -191,10 +193,9 @@ def generate(
     """
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     with Output(json) as out, _opened(run, "best" if best else "last", out) as opened:
-        with quiet():
-            answer = opened.complete(
-                text, max_tokens=max_tokens, temperature=temperature, seed=seed
-            )
+        with quiet(), _counting("thinking") as heard:
+            options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+            answer = opened.complete(text, **options, progress=heard)
         out.answer(answer.text)
         _note_cut(out, answer)
         out.report(
@@ -253,8 +254,8 @@ def _reply(
 ) -> Completion | None:
     """The answer; None when it was stopped or cannot be given (too long a conversation)."""
     try:
-        with quiet():
-            return run.complete(messages, **options)
+        with quiet(), _counting("thinking") as heard:
+            return run.complete(messages, **options, progress=heard)
     except KeyboardInterrupt:
         out.note("\n[stopped]")
     except QerlError as error:
@@ -270,9 +271,11 @@ def _typed() -> Iterator[str]:
     while True:
         try:
             text = input("> " if terminal else "").strip()
-        except EOFError:
+        except (EOFError, KeyboardInterrupt) as end:
             if terminal:
-                print()
+                print()  # the shell's prompt starts a line of its own
+            if isinstance(end, KeyboardInterrupt):
+                raise
             return
         if text == "/exit":
             return

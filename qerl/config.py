@@ -203,7 +203,10 @@ class TrainConfig(Section):
         default="linear", description="Shape of the decay from lr to lr_end after warm-up."
     )
     lr_end: float = Field(
-        default=0.0, ge=0, le=1, description="Learning rate at the last step, as a fraction of lr."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Where the decay ends, just after the last step, as a fraction of lr.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW beta1.")
@@ -270,8 +273,7 @@ class Recipe(Section):
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
-        description="Compute type. auto: bfloat16 on a GPU and on a CPU with bf16 instructions, "
-        "else float32.",
+        description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU.",
     )
     device: str = Field(
         default="auto",

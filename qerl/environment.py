@@ -18,8 +18,6 @@ def describe() -> dict[str, Any]:
     """Machine, versions and commit as one JSON-ready dictionary. Imports torch to ask for GPUs."""
     import psutil
 
-    from qerl.device import cpu_has_bf16
-
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -28,7 +26,6 @@ def describe() -> dict[str, Any]:
             "model": cpu_model(),
             "cores": usable_cores(),
             "flags": sorted(cpu_flags() & set(CPU_FLAGS)),
-            "bf16": cpu_has_bf16(),
         },
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),

@@ -213,9 +213,7 @@ def _resolve_device(recipe: Recipe) -> str:
 def _resolve_dtype(recipe: Recipe, device: str) -> str:
     if recipe.dtype != "auto":
         return recipe.dtype
-    from qerl.device import cpu_has_bf16
-
-    return "bfloat16" if device != "cpu" or cpu_has_bf16() else "float32"
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def _skeleton(model_config: Any) -> Any:

@@ -35,7 +35,10 @@ class Policy:
         self.network: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.decoder: nn.Module = self.network.get_decoder()
-        self.head = self.network.get_output_embeddings().get_parameter("weight")
+        head = self.network.get_output_embeddings()
+        if head is None:
+            raise QerlError(f"model: {type(self.network).__name__} has no output head")
+        self.head = head.get_parameter("weight")
         config = self.network.config.get_text_config()
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.logit_scale = logit_scale(config)

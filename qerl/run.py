@@ -96,10 +96,12 @@ class Run:
         max_tokens: int | None = None,
         temperature: float = 0.0,
         seed: int = 0,
+        progress: Callable[[int], None] | None = None,
     ) -> Completion:
         """As `generate`, with the tokens, their log-probs and why it ended.
 
         max_tokens: null takes the recipe's rollout.max_completion_tokens.
+        progress: hears how many new tokens there are.
         """
         from qerl.tasks import make_prompts
 
@@ -108,7 +110,7 @@ class Run:
         row = {"prompt": s.task.ask(prompt) if isinstance(prompt, str) else prompt}
         prompts, _ = make_prompts([row], s.policy.tokenizer, self.recipe, s.policy.context)
         params = SamplingParams(1, limit, temperature, seed)
-        return s.engine.sample(prompts, params)[0].completions[0]
+        return s.engine.sample(prompts, params, progress=progress)[0].completions[0]
 
     def close(self) -> None:
         """Give the memory back. The folder stays; closing twice is fine."""

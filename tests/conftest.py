@@ -37,10 +37,3 @@ def tiny_policy(tiny_recipe):
     from qerl.policy import load_policy
 
     return load_policy(tiny_recipe)
-
-
-@pytest.fixture(scope="session")
-def real_home() -> Path:
-    """The cache of slow tests: made once and kept, since it holds the converted demo model."""
-    home = os.environ.get("QERL_TEST_HOME") or "~/.cache/qerl"
-    return Path(home).expanduser()

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_run import tiny_run_recipe
+from tiny_run import step_rows, tiny_run_recipe
 from typer.testing import CliRunner
 
 from qerl import cli, cli_output
 from qerl.cli import app
 from qerl.errors import QerlError
+from qerl.run_folder import RunFolder
 
 REWARD = """
 def short(prompts, completions, completion_ids, **columns):
@@ -236,6 +237,7 @@ def test_train_reports_json_alone(trained: SimpleNamespace):
     assert trained.report == {"run": str(trained.run)} | json.loads(
         (trained.run / "summary.json").read_text()
     )
+    assert f"run folder: {trained.run}\n" in trained.err
     assert "step 2/2 · reward" in trained.err
     assert "the reward talks" in trained.err
     assert (
@@ -366,8 +368,7 @@ def test_resume_goes_on_for_more_steps(recipe: Path, tmp_path: Path):
     result = qerl("resume", run, "train.steps=3", "--json", "-")
     assert json.loads(result.out)["steps"] == 3
     assert "step 3/3" in result.err
-    steps = [json.loads(line)["step"] for line in (Path(run) / "metrics.jsonl").open()]
-    assert [step for step in steps if step] == [1, 2, 3]  # 0: what was measured before training
+    assert [row["step"] for row in step_rows(RunFolder(Path(run)))] == [1, 2, 3]
 
 
 def test_an_interrupt_saves_and_says_how_to_go_on(recipe: Path, tmp_path: Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qerl.device import cpu_has_bf16, resolve_device, resolve_dtype
+from qerl.device import resolve_device, resolve_dtype
 from qerl.errors import QerlError
 
 
@@ -104,11 +104,6 @@ def test_a_named_dtype_is_taken(name: str):
     assert resolve_dtype(name, torch.device("cpu")) is getattr(torch, name)
 
 
-def test_auto_dtype_follows_the_hardware(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert not cpu_has_bf16()
+def test_auto_dtype_follows_the_device():
     assert resolve_dtype("auto", torch.device("cpu")) is torch.float32
     assert resolve_dtype("auto", torch.device("cuda")) is torch.bfloat16
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert resolve_dtype("auto", torch.device("cpu")) is torch.bfloat16

@@ -22,7 +22,7 @@ def test_explain_one_key_section_and_alias():
     assert explain("train.lr_end") == (
         "train.lr_end: a number, ≥ 0, ≤ 1\n"
         "    default: 0.0\n"
-        "    Learning rate at the last step, as a fraction of lr."
+        "    Where the decay ends, just after the last step, as a fraction of lr."
     )
     assert "one of nvfp4, bf16" in explain("format")
     assert "default: none, must be given" in explain("model")

@@ -176,3 +176,21 @@ def test_one_held_out_prompt_that_just_fits_passes(tiny_dir, tmp_path):
     longest = Prompt(0, (), "", (5,) * (s.policy.context - 1))
     assert run_gate(s.engine, s.policy, [longest], 1.0).parity.ok
     s.close()
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"]},
+        {"rank": 1, "alpha": 1, "targets": ["k_proj"]},
+        {"rank": 16, "alpha": 32, "dropout": 0.5},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_adapters_and_dropout_are_no_fault(sharp_dir, tmp_path, dtype, lora):
+    """A weak canary in bf16 must not be taken for an engine without the adapter."""
+    policy = load_policy(tiny_run_recipe(sharp_dir, tmp_path, dtype=dtype, lora=lora))
+    assert run_gate(NativeEngine(policy), policy, PROMPTS, 1.0).moved > 0
+    for fault in (IgnoresAdapter, WrongScale):
+        with pytest.raises(QerlError, match="nothing was trained"):
+            run_gate(fault(policy), policy, PROMPTS, 1.0)

@@ -6,23 +6,24 @@ import os
 from pathlib import Path
 
 import pytest
+from demo_home import shared_home
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "quickstart.ipynb"
 
 
 @pytest.mark.slow
-def test_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_home: Path):
+def test_quickstart_runs(tmp_path: Path):
     import nbformat
     from nbclient import NotebookClient
 
-    monkeypatch.setenv("QERL_HOME", str(real_home))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     training = next(i for i, c in enumerate(notebook.cells) if "qerl.train(" in c.source)
     memory = nbformat.v4.new_code_cell("import psutil; print(psutil.Process().memory_info().rss)")
     again = notebook.cells[training].copy()
     notebook.cells[training + 1 : training + 1] = [memory, again, memory.copy()]
     client = NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=os.environ | {"QERL_HOME": str(real_home)})
+    with shared_home() as home:
+        client.execute(env=os.environ | {"QERL_HOME": str(home)})
     first, second = (
         int(cell.outputs[0].text) for cell in notebook.cells if cell.source == memory.source
     )

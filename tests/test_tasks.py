@@ -452,3 +452,11 @@ def test_stream_of_a_task_and_of_nothing():
     )
     assert [p.index for p in prompts] == stream.indices(0, 3)
     assert "no rows to train on" in error_of(PromptStream, [], 0)
+
+
+def test_a_question_of_the_users_is_put_as_the_task_puts_its_own():
+    task = numbers_task.NumbersTask(seed=0)
+    (row,) = task.eval_rows(1)
+    question = row["prompt"][-1]["content"]
+    assert task.ask(question) == row["prompt"]
+    assert task.ask("Hello?")[-1] == {"role": "user", "content": "Hello?"}

@@ -48,7 +48,6 @@ def device(context: Context) -> Finding:
     """The device exists and is new enough; the compute type is one it multiplies in hardware."""
     import torch
 
-    from qerl.device import cpu_has_bf16
     from qerl.environment import cpu_model, usable_cores
 
     where, dtype = context.device
@@ -60,8 +59,8 @@ def device(context: Context) -> Finding:
         return Finding("ok", f"{gpu.name} (sm_{gpu.major}{gpu.minor}) in {name}", data=data)
     data |= {"name": cpu_model(), "cores": usable_cores()}
     text = f"{data['name']}, {data['cores']} cores, in {name}"
-    if dtype == torch.bfloat16 and not cpu_has_bf16():
-        slow = f"{text}: this CPU has no bf16 instructions, so it is emulated, several times slower"
+    if dtype != torch.float32:
+        slow = f"{text}: on a CPU 16-bit products are slower than float32 ones"
         return Finding("warn", slow, "dtype: float32 (or auto)", data)
     return Finding("ok", text, data=data)
 

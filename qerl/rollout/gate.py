@@ -103,6 +103,7 @@ def run_gate(
 def compare(policy: Policy, groups: Sequence[Group], temperature: float) -> Parity:
     """Recorded log-probs against the training forward's."""
     batches = pack(groups, budget=2**31, device=policy.device)
+    policy.model.eval()  # without LoRA dropout; the loop switches to training by itself
     trained = torch.cat([policy.logprobs(b, temperature)[0] for b in batches]).double()
     recorded = torch.cat([b.recorded() for b in batches]).double()
     difference = trained - recorded

@@ -10,6 +10,7 @@ top-p, top-k and penalties (the recorded log-probs are then exactly softmax(logi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,8 +57,10 @@ class NativeEngine:
         was_training = self.policy.model.training
         self.policy.model.eval()
         groups: list[Group] = []
+        requests = request_ids(prompts, params.n)
         for start in range(0, len(prompts), per_wave):
-            groups += self._wave(prompts[start : start + per_wave], params, progress)
+            wave = slice(start, start + per_wave)
+            groups += self._wave(prompts[wave], requests[wave].ravel(), params, progress)
         self.policy.model.train(was_training)
         return groups
 
@@ -71,12 +74,15 @@ class NativeEngine:
                 )
 
     def _wave(
-        self, prompts: Sequence[Prompt], params: SamplingParams, progress: Progress | None
+        self,
+        prompts: Sequence[Prompt],
+        ids: np.ndarray,
+        params: SamplingParams,
+        progress: Progress | None,
     ) -> list[Group]:
         state, hidden = self._prefill(prompts, params)
         groups = [Group(prompt, [_empty() for _ in range(params.n)]) for prompt in prompts]
         live = [c for group in groups for c in group.completions]
-        ids = np.array([p.index * 65536 + i for p in prompts for i in range(params.n)])
         hidden = hidden.repeat_interleave(params.n, 0)
         for position in range(params.max_tokens):
             logits = self.policy.logits(hidden)
@@ -161,6 +167,20 @@ class NativeEngine:
         text = self.policy.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)
         completion.text = text
+
+
+def request_ids(prompts: Sequence[Prompt], n: int) -> np.ndarray:
+    """int64 [P, n], what a completion's draws depend on: its prompt's index and its number there.
+
+    A prompt that is there twice, from a dataset smaller than a step, goes on counting: two equal
+    groups would teach what one does.
+    """
+    seen: Counter[int] = Counter()
+    rows = []
+    for prompt in prompts:
+        rows.append(prompt.index * 65536 + seen[prompt.index] + np.arange(n))
+        seen[prompt.index] += n
+    return np.array(rows, dtype=np.int64).reshape(len(prompts), n)
 
 
 def _empty() -> Completion:
