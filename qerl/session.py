@@ -74,7 +74,7 @@ class Session:
         if self.recipe.noise.schedule == "off":
             return None
         if self.recipe.noise.credit == "uncorrected":
-            say("noise.credit: uncorrected trains on tokens of a noisy policy as if they were its own")
+            say("noise.credit: uncorrected trains on a noisy policy's tokens as if its own")
         seed, scale = self.recipe.seed, self.recipe.noise.scale
         return Noise(self.policy.network, seed=seed, scale=scale)
 

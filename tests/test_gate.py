@@ -111,7 +111,7 @@ def test_a_sound_engine_passes_and_the_adapter_is_untouched(policy, adapter):
 
 
 @pytest.mark.parametrize("fault", [IgnoresAdapter, WrongScale, AlphaForgotten, SecondBos, Stale])
-def test_a_faulty_engine_is_stopped_with_the_numbers(policy, adapter, fault):
+def test_a_faulty_engine_is_stopped_with_the_numbers(policy, fault):
     before = checksum(policy.model)
     with pytest.raises(QerlError, match="nothing was trained") as caught:
         run_gate(fault(policy), policy, PROMPTS, 1.0)

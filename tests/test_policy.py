@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from qerl_kernels import reference
 from tiny import VOCABULARY, tiny_tokenizer
 from tiny_run import randomise_b, tiny_run_recipe
 from torch import nn
@@ -20,6 +19,7 @@ from qerl.optim import adapter_parameters
 from qerl.pack import pack_one
 from qerl.policy import Policy, base_sha256, load_policy
 from qerl.types import Completion, Group, Prompt
+from qerl_kernels import reference
 
 PROJECTIONS = 4 * 7  # layers of the tiny Llama by its linear layers each
 

@@ -37,11 +37,6 @@ def short(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [-float(len(ids)) for ids in completion_ids]
 
 
-def exactly_target(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """1 for the target and then EOS, 0.3 when only the first token is right."""
-    return [1.0 if ids == [TARGET, EOS] else 0.3 * (ids[0] == TARGET) for ids in completion_ids]
-
-
 def tiny_run_recipe(model: Path, root: Path, **changes: Any) -> Recipe:
     """A recipe of 2 steps, 4 prompts by 8, NVFP4, fp32. changes: `section__key=value`."""
     values: dict[str, Any] = {
