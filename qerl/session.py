@@ -57,7 +57,11 @@ class Session:
         self.task = load_task(recipe, reward)
         self.policy: Policy = load_policy(recipe, say)
         self.noise = self._noise(say)
-        self.engine: Engine = NativeEngine(self.policy, max_rows=recipe.rollout.max_rows)
+        self.engine: Engine = NativeEngine(
+            self.policy,
+            max_rows=recipe.rollout.max_rows,
+            prefill_tokens=recipe.train.tokens_per_micro_batch,
+        )
         self.optimizer = build_optimizer(self.policy.model, recipe.train)
         self.eval_prompts, self.stream = self._prompts(say)
         sync = torch.cuda.synchronize if self.policy.device.type == "cuda" else None

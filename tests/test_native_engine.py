@@ -142,3 +142,21 @@ def test_temperature_zero_takes_the_largest():
     token, logp, _ = sample_tokens(logits, 0.0, np.zeros(1))
     assert token.item() == 1
     assert logp.item() == pytest.approx(torch.log_softmax(logits, -1)[0, 1].item())
+
+
+def test_waves_keep_both_bounds(tiny_policy):
+    prompts = prompts_of(*[(1, 5, 6, 7)] * 7)
+    sizes = [
+        [wave.stop - wave.start for wave in NativeEngine(tiny_policy, **bounds)._waves(prompts, 2)]
+        for bounds in ({"max_rows": 6}, {"prefill_tokens": 8}, {"prefill_tokens": 1}, {})
+    ]
+    assert sizes == [[3, 3, 1], [2, 2, 2, 1], [1] * 7, [7]]
+
+
+def test_suffix_grows_past_its_first_room(tiny_policy, monkeypatch):
+    monkeypatch.setattr("qerl.rollout.cache.CHUNK", 2)
+    randomise_adapter(tiny_policy)
+    groups = NativeEngine(tiny_policy).sample(PROMPTS, SamplingParams(n=2, max_tokens=9, seed=11))
+    assert max(len(c.token_ids) for g in groups for c in g.completions) > 4
+    logp, _ = tiny_policy.logprobs(batch := pack_one(groups, torch.device("cpu")), 1.0)
+    assert (logp - batch.recorded()).abs().max() < 1e-4

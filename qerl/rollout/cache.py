@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 
 from qerl.model.attention import softcap_scores
 
+CHUNK = 64  # suffix tokens a row has room for at first
+
 
 class PrefillCache(Cache):
     """Keeps each layer's keys and values of one packed forward: [1, J, T, D] a layer."""
@@ -35,7 +37,7 @@ class PrefillCache(Cache):
 class Decode(Cache):
     """Cache and attention of decoding rows, `rows_of_prompt` rows a prompt at the start.
 
-    lengths: int64 [P], tokens of each prompt beyond the common part.
+    lengths: int64 [P], tokens of each prompt beyond the common part. capacity: longest suffix.
     """
 
     def __init__(
@@ -56,10 +58,20 @@ class Decode(Cache):
         self.step = 0
         self.suffix: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer, key in prefill.keys.items():
-            shape = (len(self.rows), key.shape[1], capacity, key.shape[3])
+            shape = (len(self.rows), key.shape[1], min(capacity, CHUNK), key.shape[3])
             value_shape = (*shape[:3], prefill.values[layer].shape[3])
             self.suffix[layer] = (key.new_empty(shape), key.new_empty(value_shape))
         self._group_rows()
+
+    def grow(self) -> None:
+        """Make room for the next token: capacity doubles, so long answers cost what they use."""
+        for layer, pair in self.suffix.items():
+            if pair[0].shape[2] == self.step:
+                key, value = (
+                    torch.cat([x, x.new_empty(*x.shape[:2], self.step, x.shape[3])], 2)
+                    for x in pair
+                )
+                self.suffix[layer] = (key, value)
 
     def _group_rows(self) -> None:
         """Rows of one prompt side by side, padded to the fullest: slot int64 [P, G'], -1 free.

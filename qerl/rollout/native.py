@@ -11,7 +11,7 @@ top-p, top-k and penalties (the recorded log-probs are then exactly softmax(logi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -27,14 +27,18 @@ Progress = Callable[[int], None]
 
 
 class NativeEngine:
-    """Engine over a `Policy`. max_rows bounds the completions decoded at once."""
+    """Engine over a `Policy`.
+
+    max_rows bounds the completions decoded at once, prefill_tokens the prompt tokens of one
+    forward; a prompt longer than that goes alone.
+    """
 
     name = "native"
     supports_noise = True
 
-    def __init__(self, policy: Policy, *, max_rows: int = 256) -> None:
+    def __init__(self, policy: Policy, *, max_rows: int = 256, prefill_tokens: int = 4096) -> None:
         self.policy = policy
-        self.max_rows = max_rows
+        self.max_rows, self.prefill_tokens = max_rows, prefill_tokens
 
     def sync(self, version: int) -> None:
         """Nothing to do: the trainer's adapter is the engine's."""
@@ -53,16 +57,29 @@ class NativeEngine:
     ) -> list[Group]:
         """See `Engine.sample`. Raises QerlError for a prompt that leaves no room to answer."""
         self._check_context(prompts, params.max_tokens)
-        per_wave = max(1, self.max_rows // params.n)
         was_training = self.policy.model.training
         self.policy.model.eval()
         groups: list[Group] = []
         requests = request_ids(prompts, params.n)
-        for start in range(0, len(prompts), per_wave):
-            wave = slice(start, start + per_wave)
+        for wave in self._waves(prompts, params.n):
             groups += self._wave(prompts[wave], requests[wave].ravel(), params, progress)
         self.policy.model.train(was_training)
         return groups
+
+    def _waves(self, prompts: Sequence[Prompt], n: int) -> Iterator[slice]:
+        """Consecutive prompts that prefill and decode together, within both bounds."""
+        start = 0
+        while start < len(prompts):
+            stop, tokens = start, 0
+            while stop < len(prompts):
+                tokens += len(prompts[stop].token_ids)
+                if stop > start and (
+                    tokens > self.prefill_tokens or (stop + 1 - start) * n > self.max_rows
+                ):
+                    break
+                stop += 1
+            yield slice(start, stop)
+            start = stop
 
     def _check_context(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         for prompt in prompts:
@@ -139,6 +156,7 @@ class NativeEngine:
             decode=state,
         )
         state.step += 1
+        state.grow()
         return out.last_hidden_state[:, 0]
 
     def _record(
