@@ -36,7 +36,7 @@ def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
     """Train from `s.progress.step` to the last step, the time limit, or an interrupt."""
     r = s.recipe
     with s.timer("gate"), interrupts.critical():  # the canary must not be left in the adapter
-        gate = run_gate(s.engine, s.policy, s.eval_prompts, r.rollout.temperature)
+        gate = run_gate(s.engine, s.policy, s.eval_prompts, r.rollout.temperature, gate_noise(s))
     s.metrics.write(s.progress.step, {f"qerl/gate/{k}": v for k, v in gate.numbers().items()})
     for step in range(s.progress.step + 1, r.train.steps + 1):
         s.timer.lap()  # evaluations and saves in between are no part of a step's time
@@ -237,6 +237,11 @@ def noise(s: Session, step: int, on: bool = True) -> contextlib.AbstractContextM
     if s.noise is None or not on:
         return contextlib.nullcontext()
     return s.noise.applied(sigma, step)
+
+
+def gate_noise(s: Session) -> contextlib.AbstractContextManager[None] | None:
+    """The run's strongest noise, for the gate; a draw that no step uses."""
+    return None if s.noise is None else s.noise.applied(s.recipe.noise.sigma_start, step=0)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,11 @@ class Policy:
         head = self.network.get_output_embeddings()
         if head is None:
             raise QerlError(f"model: {type(self.network).__name__} has no output head")
+        if getattr(head, "bias", None) is not None:
+            raise QerlError(
+                f"model: the output head of {type(self.network).__name__} has a bias, which is not "
+                f"supported; name another model"
+            )
         self.head = head.get_parameter("weight")
         config = self.network.config.get_text_config()
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)

@@ -127,6 +127,32 @@ def test_noise_left_on_in_the_engine_alone_is_stopped(tiny_dir, tmp_path):
         run_gate(engine, policy, PROMPTS, 1.0)
 
 
+def test_noise_lost_in_the_engine_is_stopped(tiny_dir, tmp_path):
+    class DropsNoise(NativeEngine):
+        def sample(self, prompts, params, *, progress=None):
+            kept = {name: norm.noise for name, norm in noise.norms.items()}
+            for norm in noise.norms.values():
+                norm.set_noise(None)
+            groups = super().sample(prompts, params, progress=progress)
+            for name, z in kept.items():
+                noise.norms[name].set_noise(z)
+            return groups
+
+    policy = load_policy(tiny_run_recipe(tiny_dir, tmp_path))
+    noise = Noise(policy.network)
+    sound = run_gate(NativeEngine(policy), policy, PROMPTS, 1.0, noise.applied(0.05, 0))
+    assert sound.parity_noise is not None and sound.parity_noise.max_abs < 1e-4
+    with pytest.raises(QerlError, match="with exploration noise, sampler and trainer disagree"):
+        run_gate(DropsNoise(policy), policy, PROMPTS, 1.0, noise.applied(0.05, 0))
+
+
+def test_a_final_projection_wrong_in_both_is_stopped(tiny_dir, tmp_path):
+    policy = load_policy(tiny_run_recipe(tiny_dir, tmp_path))
+    policy.logit_scale = 0.5
+    with pytest.raises(QerlError, match="transformers' own forward in the trainer's place"):
+        run_gate(NativeEngine(policy), policy, PROMPTS, 1.0)
+
+
 def test_an_engine_one_update_behind_is_stopped(policy):
     randomise_b(policy, seed=1)
     engine = Stale(policy)

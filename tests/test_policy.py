@@ -13,6 +13,7 @@ from tiny import VOCABULARY, tiny_tokenizer
 from tiny_run import randomise_b, tiny_run_recipe
 from torch import nn
 
+from qerl.config import Recipe
 from qerl.errors import QerlError
 from qerl.model.linear import NVFP4Linear
 from qerl.optim import adapter_parameters
@@ -169,3 +170,44 @@ def test_a_model_without_any_eos_is_refused(tiny_dir, tmp_path):
     tokenizer.save_pretrained(model)
     with pytest.raises(QerlError, match="names an EOS id"):
         load_policy(tiny_run_recipe(model, tmp_path, format="bf16"))
+
+
+def test_a_head_with_a_bias_is_refused(tmp_path: Path):
+    """Sampler and trainer would both drop it, and agree with each other."""
+    import transformers
+
+    config = transformers.PhiConfig(
+        vocab_size=16, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, eos_token_id=2,
+    )  # fmt: skip
+    transformers.PhiForCausalLM(config).save_pretrained(tmp_path / "phi")
+    tiny_tokenizer().save_pretrained(tmp_path / "phi")
+    recipe = Recipe(model=str(tmp_path / "phi"), device="cpu")
+    with pytest.raises(QerlError, match="output head of PhiForCausalLM has a bias"):
+        load_policy(recipe)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
+        (lambda d: (d / "config.json").write_text('{"model_type": "nosuch"}'), "transformers can"),
+        (
+            lambda d: truncate(d / "model.safetensors"),
+            "is damaged|is not a whole safetensors file",
+        ),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "safetensors"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(tiny_dir: Path, tmp_path: Path, format, damage, message):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_dir, folder)
+    damage(folder)
+    with pytest.raises(QerlError, match=message) as caught:
+        load_policy(Recipe(model=str(folder), format=format, device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])

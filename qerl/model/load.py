@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -34,6 +34,7 @@ from qerl.model import attention
 from qerl.model.linear import NVFP4Linear
 
 Say = Callable[[str], None]
+PACKED_BUFFERS = (".weight_scale", ".weight_global_scale")
 
 
 @dataclass(slots=True)
@@ -66,23 +67,45 @@ def load_base(
     source, hub_id = resolve_model(model, say)
     checkpoint = nvfp4_directory(source, say) if format == "nvfp4" else source
     if format == "nvfp4":
-        network = load_packed(checkpoint, dtype, device)
+        network = load_packed(checkpoint, dtype, device, say)
+    elif quantization_of(source):
+        raise QerlError(f"format: bf16 was asked for, but '{model}' is a quantized checkpoint")
     else:
-        if quantization_of(source):
-            raise QerlError(f"format: bf16 was asked for, but '{model}' is a quantized checkpoint")
-        attention.register()
-        network = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attention.NAME
-        )
-        network.to(device)  # pyright: ignore[reportArgumentType]  (transformers wraps the method)
+        network = load_dense(source, dtype, device)
     network.requires_grad_(False).eval()
     return Base(network, load_tokenizer(checkpoint), source, checkpoint, hub_id)
+
+
+def load_dense(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A 16-bit checkpoint as it is: the plain LoRA baseline."""
+    attention.register()
+    read_config(directory)
+    tensor_names(directory)  # a damaged or missing file is one line here, a traceback below
+    network = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation=attention.NAME,
+        use_safetensors=True,
+        trust_remote_code=False,
+    )
+    return network.to(device)  # pyright: ignore[reportArgumentType]  (transformers wraps the method)
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """transformers' configuration; QerlError for one that is damaged or of an unknown kind."""
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise QerlError(
+            f"model: transformers cannot use '{directory / 'config.json'}' ({first_line(error)}); "
+            f"name another model, or download this one again"
+        ) from error
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside the weights; QerlError if there is none."""
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise QerlError(f"model: no tokenizer in '{directory}' ({first_line(error)})") from error
 
@@ -129,7 +152,11 @@ def first_line(error: BaseException) -> str:
 
 def quantization_of(directory: Path) -> dict[str, Any]:
     """config.json's `quantization_config`, or {}."""
-    return json.loads((directory / "config.json").read_text()).get("quantization_config") or {}
+    path = directory / "config.json"
+    try:
+        return json.loads(path.read_text()).get("quantization_config") or {}
+    except ValueError as error:
+        raise QerlError(f"model: '{path}' is not JSON ({error}); download it again") from error
 
 
 def nvfp4_directory(source: Path, say: Say) -> Path:
@@ -161,12 +188,18 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def load_packed(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """An NVFP4 checkpoint -> model with NVFP4Linear layers, everything else in `dtype`."""
-    config = AutoConfig.from_pretrained(directory)
+def load_packed(
+    directory: Path, dtype: torch.dtype, device: torch.device, say: Say = lambda text: None
+) -> PreTrainedModel:
+    """An NVFP4 checkpoint -> model with NVFP4Linear layers, everything else in `dtype`.
+
+    Raises QerlError for a damaged file or a tensor that is missing; `say` hears of tensors that
+    are no part of the language model.
+    """
+    config = read_config(directory)
     delattr(config, "quantization_config")  # transformers' own reader would unpack to 16 bits
     model = skeleton(config, dtype)
-    tensors = {name: file for file in weight_files(directory) for name in tensor_names(file)}
+    tensors = tensor_names(directory)
     with TensorReader(tensors) as read:
         for name in [n.removesuffix(".weight_packed") for n in tensors if "weight_packed" in n]:
             set_module(model, name, packed_linear(read, name, dtype, device))
@@ -174,7 +207,11 @@ def load_packed(directory: Path, dtype: torch.dtype, device: torch.device) -> Pr
             if parameter.is_meta and name in tensors:
                 value = read(name).to(device=device, dtype=dtype)
                 set_parameter(model, name, value)
-    initialise_buffers(model, device)
+        initialise_buffers(model, device)
+        for name, buffer in model.named_buffers():
+            if name in tensors and not name.endswith(PACKED_BUFFERS):
+                buffer.copy_(read(name))
+        tell_unused(model, read, say)
     model.tie_weights()
     if (directory / "generation_config.json").exists():  # it lists every id that ends an answer
         model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -203,9 +240,30 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def tensor_names(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as handle:
-        return list(handle.keys())
+def tensor_names(directory: Path) -> dict[str, Path]:
+    """Every tensor of the checkpoint and its file; QerlError for a damaged file."""
+    found = {}
+    for file in weight_files(directory):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found |= dict.fromkeys(handle.keys(), file)
+        except SafetensorError as error:
+            raise QerlError(
+                f"model: '{file}' is damaged ({first_line(error)}); download it again"
+            ) from error
+    return found
+
+
+def tell_unused(model: PreTrainedModel, read: TensorReader, say: Say) -> None:
+    """Name what the checkpoint holds and the model has no place for, such as a vision tower."""
+    unused = sorted(set(read.files) - read.used)
+    if model.config.tie_word_embeddings:
+        unused = [name for name in unused if not name.endswith("lm_head.weight")]
+    if unused:
+        say(
+            f"{len(unused)} tensors of the checkpoint are no part of the language model and were "
+            f"left out: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''}"
+        )
 
 
 class TensorReader:
@@ -213,6 +271,7 @@ class TensorReader:
 
     def __init__(self, files: dict[str, Path]) -> None:
         self.files = files
+        self.used: set[str] = set()
         self.handles = {path: safe_open(path, framework="pt") for path in set(files.values())}
 
     def __enter__(self) -> TensorReader:
@@ -225,6 +284,7 @@ class TensorReader:
         return name in self.files
 
     def __call__(self, name: str) -> torch.Tensor:
+        self.used.add(name)
         return self.handles[self.files[name]].get_tensor(name)
 
 

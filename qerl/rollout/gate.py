@@ -1,15 +1,17 @@
 """The gate before a run: does the sampler see the policy that is trained, and is it alive?
 
 Parity: the engine samples a few tokens and records their log-probs; the packed training forward
-computes them again; they must agree within the bounds below. Canary: a fresh adapter has B = 0 and
+computes them again, with and without exploration noise, and so does transformers' own forward of
+the whole model; they must agree within the bounds below. Canary: a fresh adapter has B = 0 and
 changes nothing, so a seeded B is written, the engine's output must move by far more than the
-parity error, and B is put back bit for bit. Either failing stops the run with the numbers: many
+parity error, and B is put back bit for bit. Any of it failing stops the run with the numbers: many
 have trained for hours on rollouts of the wrong policy without an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,20 +54,27 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class GateReport:
-    """parity: with the adapter as it is; parity_canary: with the canary's B; moved: largest
-    change of a log-prob that the canary made in the engine."""
+    """What was compared.
+
+    parity: sampler and trainer with the adapter as it is. parity_noise: the same under noise (None
+    without). parity_canary: the same with the canary's B. parity_plain: sampler and transformers'
+    own forward, with the canary's B. moved: largest change of a log-prob the canary made.
+    """
 
     parity: Parity
+    parity_noise: Parity | None
     parity_canary: Parity
+    parity_plain: Parity
     moved: float
 
     def numbers(self) -> dict[str, float]:
-        """For the metrics: the worse of the two parities, and what the canary moved."""
-        pair = (self.parity, self.parity_canary)
+        """For the metrics: the worst of the parities, and what the canary moved."""
+        found = (self.parity, self.parity_noise, self.parity_canary, self.parity_plain)
+        parities = [p for p in found if p is not None]
         return {
-            "max_abs": max(p.max_abs for p in pair),
-            "mean_abs": max(p.mean_abs for p in pair),
-            "kl": max(p.kl for p in pair),
+            "max_abs": max(p.max_abs for p in parities),
+            "mean_abs": max(p.mean_abs for p in parities),
+            "kl": max(p.kl for p in parities),
             "canary_moved": self.moved,
         }
 
@@ -74,10 +83,15 @@ class GateReport:
 
 
 def run_gate(
-    engine: Engine, policy: Policy, prompts: Sequence[Prompt], temperature: float
+    engine: Engine,
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    noise: AbstractContextManager[None] | None = None,
 ) -> GateReport:
     """Check parity and canary on the first prompts. Raises QerlError with the numbers.
 
+    noise: within it the model carries exploration noise (entered once).
     The adapter is left as it was found, bit for bit, also when the check fails.
     """
     probes = list(prompts)[:PROBES]
@@ -85,14 +99,21 @@ def run_gate(
     params = SamplingParams(SAMPLES, min(TOKENS, room), temperature, seed=CANARY_SEED)
     before = engine.sample(probes, params)
     parity = require(compare(policy, before, temperature), policy.dtype, "the adapter as it is")
+    noisy = None
+    if noise is not None:
+        with noise:
+            noisy = compare(policy, engine.sample(probes, params), temperature)
+        require(noisy, policy.dtype, "exploration noise")
     for scale in CANARY_SCALES:
         with Canary(policy, scale):
             after = engine.sample(probes, params)
             canary = compare(policy, after, temperature)
+            plain = compare_plain(policy, after, temperature)
         require(canary, policy.dtype, "a canary adapter")
+        require(plain, policy.dtype, "transformers' own forward in the trainer's place")
         moved = first_token_change(before, after)
         if moved >= 10 * max(canary.max_abs, 1e-5):
-            return GateReport(parity, canary, moved)
+            return GateReport(parity, noisy, canary, plain, moved)
     raise QerlError(
         f"rollout.engine: the canary adapter moved log-probs by {moved:.2g} only, parity error "
         f"{canary.max_abs:.2g}: the engine does not apply the adapter; nothing was trained"
@@ -105,7 +126,31 @@ def compare(policy: Policy, groups: Sequence[Group], temperature: float) -> Pari
     batches = pack(groups, budget=2**31, device=policy.device)
     policy.model.eval()  # without LoRA dropout; the loop switches to training by itself
     trained = torch.cat([policy.logprobs(b, temperature)[0] for b in batches]).double()
-    recorded = torch.cat([b.recorded() for b in batches]).double()
+    return parity_of(policy, trained, torch.cat([b.recorded() for b in batches]).double())
+
+
+@torch.no_grad()
+def compare_plain(policy: Policy, groups: Sequence[Group], temperature: float) -> Parity:
+    """Recorded log-probs against the whole model as transformers runs it, one completion a group.
+
+    Sampler and trainer share the final projection; this one does not, so that a mistake in it
+    (a scale, a cap, a bias) cannot hide in both.
+    """
+    policy.model.eval()
+    plain, recorded = [], []
+    for group in groups:
+        completion = group.completions[0]
+        n = len(completion.token_ids)
+        ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids]], device=policy.device)
+        logits = policy.network(input_ids=ids, use_cache=False, logits_to_keep=n + 1).logits
+        logp = torch.log_softmax(logits[0, -n - 1 : -1].float() / temperature, -1)
+        plain.append(logp.gather(-1, ids[0, -n:, None])[:, 0].double().cpu())
+        recorded.append(torch.tensor(completion.logprobs, dtype=torch.float64))
+    return parity_of(policy, torch.cat(plain), torch.cat(recorded))
+
+
+def parity_of(policy: Policy, trained: torch.Tensor, recorded: torch.Tensor) -> Parity:
+    """Differences of two f64 [n] log-probs, against the bounds of the policy's type."""
     difference = trained - recorded
     kl = (difference.exp() - 1 - difference).mean().item()
     worst, mean = difference.abs().max().item(), difference.abs().mean().item()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from qerl.errors import QerlError
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -41,10 +43,15 @@ def sample_tokens(
 
     Temperature 0 takes the largest logit; its log-prob is then that of temperature 1. Otherwise
     the token is where the cumulative distribution of softmax(logits / temperature) passes the
-    uniform number.
+    uniform number. Raises QerlError for logits that are not finite.
     """
     scaled = logits if temperature in (0.0, 1.0) else logits / temperature
     norm = torch.logsumexp(scaled, -1, keepdim=True)
+    if not torch.isfinite(norm).all():
+        raise QerlError(
+            "train.lr: the model's logits are not finite: the adapter has diverged (lower train.lr "
+            "or noise.sigma_start), or the checkpoint is damaged"
+        )
     probabilities = (scaled - norm).exp_()
     entropy = norm[:, 0] - torch.linalg.vecdot(probabilities, scaled.clamp_min(-1e30))
     if temperature == 0.0:
