@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import QerlError
-from qerl.files import atomic_dir
+from qerl.files import atomic_dir, check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _CARD = """\
-LoRA adapter trained by reinforcement learning with [qerl](https://pypi.org/project/qerl/), on top
-of `{base}` (frozen). It needs only `peft` and `transformers`:
+LoRA adapter for `{base}`, trained by reinforcement learning with qerl. It needs only `peft` and
+`transformers`:
 
 ```python
 from peft import PeftModel
@@ -53,7 +53,8 @@ class Adapter:
     def save(self, directory: str | Path) -> Path:
         """Copy the folder to `directory`, replacing an adapter already there; returns the path.
 
-        Raises QerlError when something that is not an adapter is in the way.
+        Raises QerlError when something that is not an adapter is in the way, or `directory`
+        cannot be written.
         """
         return copy_adapter(self.path, directory, replace=True)
 
@@ -86,13 +87,16 @@ def save_adapter(
     tokenizer: Any = None,
     readme: str | None = None,
     metadata: dict[str, Any] | None = None,
+    trained_on: str | None = None,
 ) -> Adapter:
     """Write the live adapter as a PEFT folder, all or nothing, replacing an older adapter.
 
     base_model: Hub id or path of the base, recorded in the configuration. tokenizer: saved with
     its chat template. readme: body of the model card (null: how to load the adapter).
     metadata: entries of the card's front matter (license, datasets, base_model, ...); they win
-    over ours. Tensors keep their type (fp32 for our masters).
+    over ours. trained_on: a sentence for the end of the card about what it was trained on, where
+    that is not `base_model` itself ("Trained on an NVFP4 (4.5 bits a weight) copy of …").
+    Tensors keep their type (fp32 for our masters).
     Raises QerlError when `directory` holds something that is not an adapter.
     """
     from safetensors.torch import save_file
@@ -105,6 +109,8 @@ def save_adapter(
     assert len(saved) == len(modules) and len(state) == 2 * len(saved), "adapter state incomplete"
     config = _portable_config(model, modules, base_model)
     card = _model_card(config, directory.name, len(modules), readme, metadata or {})
+    if trained_on is not None:
+        card = f"{card.rstrip()}\n\n{trained_on}\n"
     with atomic_dir(directory) as folder:
         save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         config.save_pretrained(str(folder))
@@ -141,6 +147,7 @@ def copy_adapter(source: Path, directory: str | Path, *, replace: bool) -> Path:
     directory = Path(directory).expanduser()
     if not (source / CONFIG_FILE).is_file():
         raise QerlError(f"no adapter at {source}: {CONFIG_FILE} is not there (is the run over?)")
+    check_writable("adapter folder", directory)
     if directory.exists() and directory.samefile(source):
         raise QerlError(f"the adapter is already at {directory}: name another folder")
     _refuse_other(directory, replace=replace)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.adapter import adapter_state, read_tensors
 from qerl.errors import QerlError
-from qerl.files import atomic_dir
+from qerl.files import PARTIAL, atomic_dir
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +129,24 @@ def checkpoints(root: str | Path) -> list[Path]:
 def latest(root: str | Path) -> Path | None:
     """The newest checkpoint below `root`, or None."""
     return next(reversed(checkpoints(root)), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
+
+
+def recover(root: str | Path) -> None:
+    """Put back a checkpoint whose replacement was killed between its two renames.
+
+    Only for a run that no process is writing to.
+    """
+    for old in Path(root).glob(f"step-*.old{PARTIAL}"):
+        path = old.with_name(old.name.removesuffix(f".old{PARTIAL}"))
+        if not path.exists():
+            old.rename(path)
 
 
 def prune(root: str | Path, keep: int) -> list[Path]:

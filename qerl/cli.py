@@ -7,11 +7,13 @@ it: help answers at once. The others: `qerl.cli_train`, `qerl.cli_model`, `qerl.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -32,17 +34,43 @@ ENVIRONMENT = {
 }
 
 
+# A command line that does not parse. Typer carries its own click, so it is reached through it.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+
+
 class Commands(TyperGroup):
     """The group of commands, with the exit statuses of the module's docstring."""
 
+    def make_context(self, info_name: Any, args: list[str], *rest: Any, **options: Any) -> Any:
+        if not args:  # the whole help
+            return super().make_context(info_name, args, *rest, **options)
+        with _usage_in_one_line():
+            return super().make_context(info_name, args, *rest, **options)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _usage_in_one_line():
+                return super().invoke(ctx)
         except QerlError as error:
             print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stop:
             raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from stop
+
+
+@contextlib.contextmanager
+def _usage_in_one_line() -> Iterator[None]:
+    """What is wrong with the command line, and where it is explained, without the usage."""
+    try:
+        yield
+    except UsageError as error:
+        ctx = error.ctx
+        assert ctx is not None, "the parser says where it was"
+        text = " ".join(error.format_message().split()).rstrip(".")
+        command = f"{ctx.info_name}: " if ctx.parent is not None else ""
+        more = "" if text.endswith("?") else f"; see `{ctx.command_path} --help`"
+        print(f"error: {command}{text[:1].lower()}{text[1:]}{more}", file=sys.stderr)
+        raise typer.Exit(2) from error
 
 
 app = typer.Typer(

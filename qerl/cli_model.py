@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from qerl.cli_options import Best, Json, MaxTokens, RunArgument, Seed, Temperature
-from qerl.cli_output import Output, quiet
+from qerl.cli_output import Output, new_file, quiet
 from qerl.errors import QerlError
+from qerl.files import check_writable
 
 if TYPE_CHECKING:
     from qerl.evaluate import EvalResult
     from qerl.run import Run
+    from qerl.run_folder import RunFolder
     from qerl.tasks import Task
     from qerl.types import Completion, Group
 
@@ -55,21 +57,27 @@ def evaluate(
     """
     if best and base:
         raise QerlError("--best and --base: choose one")
+    from qerl.run_folder import find_run
+
     which: Which = "best" if best else "base" if base else "last"
-    with Output(json) as out, _opened(run, which, out) as opened:
-        path = out_file.expanduser() if out_file else opened.folder.path / f"eval-{which}.jsonl"
-        if not path.parent.is_dir():
-            raise QerlError(f"--out '{path}': there is no folder '{path.parent}'; make it first")
-        label = adapter_label(opened, which)
-        with quiet(), _counting(f"evaluating {len(opened.session.eval_prompts)} prompts") as heard:
-            result, groups = opened.session.evaluate(heard)
-        _write_completions(path, opened.session.task, groups)
-        for line in _eval_lines(opened, label, result):
+    with Output(json) as out:
+        folder = find_run(run)
+        path = new_file("--out", out_file or folder.path / f"eval-{which}.jsonl")
+        before = _before_training(folder, out)
+        with _opened(folder, which, out) as opened:
+            label = adapter_label(opened, which)
+            prompts = len(opened.session.eval_prompts)
+            with quiet(), _counting(f"evaluating {prompts} prompts") as heard:
+                result, groups = opened.session.evaluate(heard)
+            _write_completions(path, opened.session.task, groups)
+        if before is not None and label in ("last", "best"):
+            out.say(before)
+        for line in _eval_lines(label, result):
             out.say(line)
         out.say(f"every completion: {path}")
         out.report(
             {
-                "run": str(opened.folder.path),
+                "run": str(folder.path),
                 "adapter": label,
                 "task": result.task,
                 **result.as_dict(),
@@ -81,11 +89,8 @@ def evaluate(
 
 
 @contextmanager
-def _opened(run: str, which: Which, out: Output) -> Iterator[Run]:
+def _opened(folder: RunFolder, which: Which, out: Output) -> Iterator[Run]:
     """A run with its model, closed after the block."""
-    from qerl.run_folder import find_run
-
-    folder = find_run(run)
     with quiet(), _counting(f"loading {folder.path}"):
         from qerl.run import open_run
 
@@ -123,8 +128,24 @@ def _counting(what: str) -> Iterator[Callable[[int], None]]:
         yield heard
 
 
-def _eval_lines(run: Run, label: str, result: EvalResult) -> list[str]:
-    """Accuracy now; under it what was measured before training, where there is such a number."""
+def _before_training(folder: RunFolder, out: Output) -> str | None:
+    """The line about the accuracy before training; none for a run that is not over.
+
+    A damaged summary is said, and does not keep anyone from evaluating.
+    """
+    if not folder.summary.is_file():
+        return None
+    with quiet():
+        from qerl.run import accuracy_line
+    try:
+        before = json_module.loads(folder.summary.read_text(encoding="utf-8"))["before"]
+        return None if before is None else f"before training: {accuracy_line(before)}"
+    except (ValueError, TypeError, KeyError):
+        out.note(f"'{folder.summary}' is damaged: the accuracy before training is not shown")
+        return None
+
+
+def _eval_lines(label: str, result: EvalResult) -> list[str]:
     from qerl.run import accuracy_line
 
     names = {
@@ -133,20 +154,11 @@ def _eval_lines(run: Run, label: str, result: EvalResult) -> list[str]:
         "base": "base model",
         "untrained": "untrained adapter (all B are zero: this is the base model)",
     }
-    lines = [f"{names[label]}: {accuracy_line(result.as_dict())}"]
-    lines.append(
+    return [
+        f"{names[label]}: {accuracy_line(result.as_dict())}",
         f"mean reward {result.mean_reward:.3f}, mean length {result.mean_length:.1f} tokens, "
-        f"{result.truncated:.1%} cut at the token limit"
-    )
-    before = _summary(run.folder.summary).get("before")
-    if before is not None and label in ("last", "best"):
-        lines.insert(0, f"before training: {accuracy_line(before)}")
-    return lines
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """summary.json, or nothing for a run that is not over."""
-    return json_module.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        f"{result.truncated:.1%} cut at the token limit",
+    ]
 
 
 def _write_completions(path: Path, task: Task, groups: list[Group]) -> None:
@@ -191,8 +203,12 @@ def generate(
     qerl generate latest "Which number is the largest: 24, 71, 36, 58?"
     qerl generate latest - --max-tokens 200 < question.txt
     """
+    from qerl.run_folder import find_run
+
     text = sys.stdin.read().strip() if prompt == "-" else prompt
-    with Output(json) as out, _opened(run, "best" if best else "last", out) as opened:
+    if not text.strip():
+        raise QerlError("PROMPT: it is empty; give it some text")
+    with Output(json) as out, _opened(find_run(run), "best" if best else "last", out) as opened:
         with quiet(), _counting("thinking") as heard:
             options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
             answer = opened.complete(text, **options, progress=heard)
@@ -225,20 +241,25 @@ def chat(
 ) -> None:
     """Talk to a trained model.
 
-    It sees the whole conversation. One message a line. /new starts over, /exit or Ctrl-D ends,
-    Ctrl-C stops an answer.
+    It sees the whole conversation, after the recipe's system message; task.prefix and task.suffix
+    are for single questions and left out. One message a line. /new starts over, /exit or Ctrl-D
+    ends, Ctrl-C stops an answer.
 
     \b
     qerl chat latest
     qerl chat latest --temperature 0.7
     """
-    with Output() as out, _opened(run, "best" if best else "last", out) as opened:
-        history: list[dict[str, str]] = []
+    from qerl.run_folder import find_run
+
+    with Output() as out, _opened(find_run(run), "best" if best else "last", out) as opened:
+        system = opened.recipe.task.system
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        history: list[dict[str, str]] = opening
         if sys.stdin.isatty():
             out.note("One message a line. /new starts over, /exit or Ctrl-D ends.")
         for turn, text in enumerate(_typed()):
             if text == "/new":
-                history.clear()
+                history = opening
                 continue
             options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed + turn}
             asked = [*history, {"role": "user", "content": text}]
@@ -305,6 +326,7 @@ def export(
     with Output(json) as out:
         folder = find_run(run)
         target = output or Path(f"{folder.name}-adapter{'-best' if best else ''}")
+        check_writable("--output", target.expanduser())
         with quiet():
             from qerl.export import export_adapter
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qerl.errors import QerlError
-from qerl.files import atomic_write
+from qerl.files import atomic_write, check_writable
 from qerl.home import qerl_home
 
 LOG_LIMIT = 1_000_000  # bytes; a larger log is begun anew
@@ -30,7 +30,9 @@ class Output:
 
     def __init__(self, json: str | None = None) -> None:
         self.to_stdout = json == "-"
-        self.path = None if json is None or self.to_stdout else _checked(json)
+        self.path = None
+        if json is not None and not self.to_stdout:
+            self.path = new_file("--json", json, "name a file, or - for standard output")
         self.wanted = json is not None
         self._stack = contextlib.ExitStack()
 
@@ -68,11 +70,14 @@ class Output:
         self._stdout.flush()
 
 
-def _checked(json: str) -> Path:
-    path = Path(json).expanduser()
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        what = "is a folder" if path.is_dir() else "its folder is missing or cannot be written"
-        raise QerlError(f"--json {json!r}: {what}; name a file, or - for standard output")
+def new_file(option: str, name: str | Path, fix: str = "name another file") -> Path:
+    """The path of a file that can be written; QerlError naming the option otherwise."""
+    path = Path(name).expanduser()
+    if os.path.isdir(path):
+        raise QerlError(f"{option} {str(name)!r}: is a folder; {fix}")
+    if not os.path.lexists(path.parent):
+        raise QerlError(f"{option} {str(name)!r}: there is no folder {str(path.parent)!r}; {fix}")
+    check_writable(option, path, fix=fix)
     return path
 
 

@@ -16,6 +16,7 @@ import typer
 from qerl.cli_options import Changes, Json, RecipeArgument, RunArgument
 from qerl.cli_output import Output, quiet
 from qerl.errors import QerlError
+from qerl.files import check_writable
 
 if TYPE_CHECKING:
     from qerl.run import Run
@@ -104,6 +105,7 @@ def quantize(
     """
     output = output.expanduser()
     with Output(json) as out:
+        check_writable("--output", output)
         with quiet():
             from qerl.model.load import resolve_model
             from qerl.quantize.checkpoint import quantize_checkpoint

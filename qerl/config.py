@@ -81,6 +81,12 @@ class TaskConfig(Section):
     reward_weights: list[float] | None = Field(
         default=None, description="One weight per reward function."
     )
+    solved_at: float | None = Field(
+        default=None,
+        description="A greedy answer counts as right (accuracy) when its reward reaches this. "
+        "Null: the sum of the positive reward weights, which is 1 for one function of weight 1; "
+        "set it for a reward whose full marks are not 1.",
+    )
     max_prompt_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -241,7 +247,9 @@ class EvalConfig(Section):
 
 class SaveConfig(Section):
     every: int = Field(
-        default=0, ge=0, description="Checkpoint every so many steps (0: only at the end)."
+        default=50,
+        ge=0,
+        description="Checkpoint every so many steps (0: only at the end and when stopped).",
     )
     keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
     best: bool = Field(
@@ -252,8 +260,10 @@ class SaveConfig(Section):
 class OutputConfig(Section):
     dir: str = Field(default="runs", description="Runs are created below this folder.")
     name: str | None = Field(default=None, description="Run name; null: <recipe>-<UTC time>.")
-    log_completions: int = Field(
-        default=64, ge=0, description="Completions written per step (0: none)."
+    log_completions: int | None = Field(
+        default=None,
+        ge=0,
+        description="Most completions written to completions.jsonl per step (null: all, 0: none).",
     )
 
 

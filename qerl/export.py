@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.adapter import CONFIG_FILE, WEIGHTS_FILE, copy_adapter, read_tensors
 from qerl.errors import QerlError
-from qerl.files import atomic_dir, write_json
+from qerl.files import atomic_dir, check_writable, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,8 @@ def export_adapter(
     """Copy a run's adapter to `out` and check the copy; never overwrites anything.
 
     which: "last" is `adapter/`, "best" is `best/` (highest held-out accuracy).
-    Raises QerlError when the run has no such adapter, `out` is not empty, or the adapter is
-    damaged (then nothing is written).
+    Raises QerlError when the run has no such adapter, `out` is not empty or cannot be written, or
+    the adapter is damaged (then nothing is written).
     """
     source = Path(run_dir).expanduser() / {"last": "adapter", "best": "best"}[which]
     if which == "best" and not (source / CONFIG_FILE).is_file():
@@ -93,12 +93,13 @@ def dequantized_base(
     Streams: at most one output shard is in memory. dtype: of the decoded weights (null: the
     checkpoint's own); every other tensor is copied as it is, tied heads stay tied.
     progress(done, total) is called for each tensor. Raises QerlError when the checkpoint is not
-    NVFP4 in compressed-tensors' layout, lacks a tensor, or `out` is not empty.
+    NVFP4 in compressed-tensors' layout, lacks a tensor, or `out` is not empty or not writable.
     """
     import torch
 
     source, out = Path(checkpoint_dir).expanduser(), Path(out).expanduser()
     config = _nvfp4_config(source)
+    check_writable("output:", out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise QerlError(f"cannot write a checkpoint to {out}: it exists; name another folder")
     dtype = dtype or getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")

@@ -9,12 +9,39 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qerl.errors import QerlError
+
 PARTIAL = ".partial"
+
+
+def check_writable(
+    option: str, target: Path, *, inside: bool = False, fix: str = "name another folder"
+) -> None:
+    """Raise QerlError, naming `option`, unless `target` can be made: before the work, not after.
+
+    Folders on the way to it may be missing. inside: `target` is a folder that files go into,
+    rather than one made, or replaced, by a rename beside it.
+    Tries it out with an empty folder: permission bits do not tell of read-only file systems.
+    """
+    folder = target if inside else target.parent
+    names = [target.name]
+    while not os.path.lexists(folder):
+        names.append(folder.name)
+        folder = folder.parent
+    if not os.path.isdir(folder):
+        raise QerlError(f"{option} {str(target)!r}: {str(folder)!r} is not a folder; {fix}")
+    try:
+        longest = max(names, key=len)
+        os.rmdir(tempfile.mkdtemp(prefix=f".{longest}.", suffix=PARTIAL, dir=folder))
+    except OSError as error:
+        reason = f"cannot be written to ({error.strerror})"
+        raise QerlError(f"{option} {str(target)!r}: {str(folder)!r} {reason}; {fix}") from error
 
 
 def atomic_write(path: str | Path, data: str | bytes) -> None:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from qerl.errors import QerlError
-from qerl.files import atomic_write
+from qerl.files import atomic_write, check_writable
 
 DEMO_MODEL = "smollm2-135m-instruct-pypi"
 
@@ -76,11 +76,11 @@ def write_starter(folder: Path, model: str | None = None) -> list[Path]:
     """Write recipe.yaml, reward.py and data.jsonl into `folder` (made if needed).
 
     model: a Hub id or a local directory; None for the demo model.
-    Returns the three paths. Raises `QerlError`, writing nothing, if one of them exists.
+    Returns the three paths. Raises `QerlError`, writing nothing, if one of them exists or cannot
+    be written.
     """
     folder = folder.expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise QerlError(f"init: {str(folder)!r} is a file; name a folder")
+    check_writable("init:", folder, inside=True)
     texts = {
         "recipe.yaml": _recipe(folder / "recipe.yaml", model),
         "reward.py": _REWARD,

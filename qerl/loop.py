@@ -2,7 +2,9 @@
 
 GRPO (arXiv 2402.03300) with DAPO's clip and token mean (2503.14476) on a LoRA adapter, the base
 frozen in NVFP4, exploration noise as QeRL's (2510.11696). Left out of the textbook: a reference
-model and its KL penalty (DAPO and QeRL have none), a critic, several updates per rollout.
+model and its KL penalty (DAPO and QeRL have none), a critic, several updates per rollout: with one
+the ratio to the clip's anchor is exactly 1, so the clip is in place and never acts; what differs
+between sampler and trainer is corrected by the importance weight.
 
 Every random draw of a step is a function of (seed, step), so a step can be broken off anywhere and
 done again. Shapes: P prompts, G group, N trained tokens of a micro-batch.
@@ -38,6 +40,8 @@ def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
     with s.timer("gate"), interrupts.critical():  # the canary must not be left in the adapter
         gate = run_gate(s.engine, s.policy, s.eval_prompts, r.rollout.temperature, gate_noise(s))
     s.metrics.write(s.progress.step, {f"qerl/gate/{k}": v for k, v in gate.numbers().items()})
+    if s.evaluation_due():  # the last sitting was stopped in it
+        evaluate_and_keep_best(s, interrupts)
     for step in range(s.progress.step + 1, r.train.steps + 1):
         s.timer.lap()  # evaluations and saves in between are no part of a step's time
         groups, cursor = sample(s, step)
@@ -46,10 +50,11 @@ def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
         metrics = accumulate(s, step, groups)
         with interrupts.critical():
             metrics |= update(s, step)
+            s.progress.skipped_updates += math.isnan(metrics["grad_norm"])
             finish_step(s, step, cursor, groups, metrics, report)
             if r.save.every and step % r.save.every == 0:
                 s.save()
-        if r.eval.every and step % r.eval.every == 0 and step < r.train.steps:
+        if s.evaluation_due():
             evaluate_and_keep_best(s, interrupts)
         if r.train.max_hours is not None and s.elapsed > 3600 * r.train.max_hours:
             break
@@ -94,7 +99,7 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
     totals = Totals.count(lengths, budget, len(batches))
     credit = s.recipe.noise.credit if s.noise is not None else "shared"
     shared = credit == "shared"
-    losses, pairs = [], []
+    losses, pairs, clipped = [], [], []
     for number, batch in enumerate(batches):
         with s.timer("forward"), noise(s, step, shared), dropout_seed(s, step, number):
             policy.model.train()
@@ -123,9 +128,13 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
                 out.loss.backward()
         losses.append(out.loss.detach())
         pairs.append((logp.detach(), batch.recorded()))
+        clipped.append({k: v * len(logp) for k, v in out.metrics.items() if "clip_ratio" in k})
     metrics = {"loss": float(sum(losses)), "qerl/trained_groups": float(len(kept))}
     if pairs:
-        metrics |= mismatch_metrics(*(torch.cat(side) for side in zip(*pairs, strict=True)))
+        logp, recorded = (torch.cat(side) for side in zip(*pairs, strict=True))
+        metrics |= mismatch_metrics(logp, recorded)
+        for key in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
+            metrics[key] = sum(part.get(key, 0.0) for part in clipped) / len(logp)
     return metrics
 
 
@@ -211,13 +220,23 @@ def finish_step(
 
 
 def evaluate_and_keep_best(s: Session, interrupts: Interrupts) -> None:
-    """Held-out accuracy now; the best adapter so far is kept in best/."""
+    """Held-out accuracy now; the best adapter so far is kept in best/.
+
+    The step's checkpoint, written before so that a failing evaluation loses no step, is written
+    again: it must know of this evaluation. A new best one gets a checkpoint too, or a run resumed
+    from an older one would take a worse adapter for the best.
+    """
     result, _ = s.evaluate()
+    save, p = s.recipe.save, s.progress
     with interrupts.critical():
-        s.metrics.write(s.progress.step, {f"eval/{k}": v for k, v in flat(result).items()})
-        if result.accuracy > s.progress.best_accuracy and s.recipe.save.best:
-            s.progress.best_accuracy = result.accuracy
+        s.metrics.write(p.step, {f"eval/{k}": v for k, v in flat(result).items()})
+        p.evaluated = p.step
+        better = save.best and result.accuracy > p.best_accuracy
+        if better:
+            p.best_accuracy = result.accuracy
             s.save_adapter(s.folder.best)
+        if (better and save.every) or s.folder.checkpoint(p.step).is_dir():
+            s.save()
 
 
 def flat(result: object) -> dict[str, float]:

@@ -86,14 +86,20 @@ def find_recipe(name_or_path: str | Path) -> Path:
     if path.is_dir():
         raise QerlError(f"recipe: {text!r} is a folder; name the .yaml file inside it")
     if not path.is_file():
-        raise QerlError(f"recipe: there is no file {str(path)!r}; `qerl recipes` lists the names")
+        raise QerlError(
+            f"recipe: there is no file {str(path)!r}; `qerl recipes` lists the bundled names, "
+            "`qerl init DIR` writes a recipe of your own"
+        )
     return path.absolute()
 
 
 def _unknown_recipe(name: str, bundled: list[str]) -> str:
     near = difflib.get_close_matches(name, bundled, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"recipe: unknown {name!r}; {hint}Bundled: {', '.join(bundled)}; or the path of a .yaml"
+    return (
+        f"recipe: unknown {name!r}; {hint}Bundled: {', '.join(bundled)}; or the path of a .yaml, "
+        "which `qerl init DIR` writes"
+    )
 
 
 def _read(path: Path) -> str:

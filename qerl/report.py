@@ -31,13 +31,15 @@ def build_summary(
     peak_bytes: int,
     base_sha256: tuple[str, str],
     adapter: str | Path,
+    skipped_updates: int = 0,
 ) -> dict[str, Any]:
     """The content of summary.json. An evaluation that the recipe left out is null.
 
     seconds: wall seconds by phase. base_sha256: hash of the frozen base before and after training;
-    they are equal or something is badly wrong.
+    they are equal or something is badly wrong. skipped_updates: steps whose gradient was not
+    finite; the key is there only when there were any.
     """
-    return {
+    summary = {
         "task": task,
         "seed": seed,
         "steps": steps,
@@ -49,6 +51,7 @@ def build_summary(
         "adapter": str(adapter),
         "versions": environment.versions(),
     }
+    return summary | ({"skipped_updates": skipped_updates} if skipped_updates else {})
 
 
 def vllm_rank(rank: int) -> int:
@@ -125,6 +128,16 @@ def change_sentence(before: Mapping[str, Any] | None, after: Mapping[str, Any] |
     return f"Change: {points:+.1f} points; {tail}."
 
 
+def skipped_sentence(skipped: int, steps: int) -> str:
+    """What to make of updates whose gradient was not finite; "" when there were none."""
+    if not skipped:
+        return ""
+    return (
+        f"{skipped} of {steps} updates skipped: their gradient was not finite (NaN or infinity); "
+        "try a lower train.lr or dtype: float32"
+    )
+
+
 def time_table(seconds: Mapping[str, float]) -> Table:
     """Where the time went, longest phase first."""
     total = sum(seconds.values())
@@ -175,6 +188,8 @@ def render(
     parts: list[RenderableType] = [Text("")]
     parts.append(accuracy_table(summary["before"], summary["after"]))
     if sentence := change_sentence(summary["before"], summary["after"]):
+        parts.append(Text(sentence))
+    if sentence := skipped_sentence(summary.get("skipped_updates", 0), summary["steps"]):
         parts.append(Text(sentence))
     if sample_rows:
         parts += [Text("\nSample completions", style="bold"), *sample_lines(sample_rows)]

@@ -18,22 +18,23 @@ from typing import Any, Literal
 from rich.console import RenderableType
 
 from qerl.adapter import Adapter, load_adapter
-from qerl.checkpoint import latest
+from qerl.checkpoint import latest, recover, step_of
 from qerl.config import Recipe
 from qerl.console import Screen, quiet_third_party
 from qerl.errors import QerlError
 from qerl.files import atomic_write, write_json
 from qerl.interrupt import Interrupts
 from qerl.loop import run_steps
-from qerl.policy import base_sha256
+from qerl.policy import Policy, base_sha256
 from qerl.recipes import absolute_paths, changed_keys
 from qerl.report import build_summary, render, samples, show
 from qerl.run_folder import RunFolder, find_run
 from qerl.session import Session
 from qerl.types import Completion, EvalResult, Group, SamplingParams
+from qerl_kernels import ops
 
 # Keys a resumed run may change: how long it goes on and what it writes, never what it learns from.
-RESUMABLE = ("train.steps", "train.max_hours", "eval.every", "save.", "output.")
+RESUMABLE = ("train.steps", "train.max_hours", "eval.every", "save.", "output.log_completions")
 
 _open: Run | None = None
 
@@ -103,14 +104,14 @@ class Run:
         max_tokens: null takes the recipe's rollout.max_completion_tokens.
         progress: hears how many new tokens there are.
         """
-        from qerl.tasks import make_prompts
+        from qerl.tasks import make_question
 
         s = self.session
         limit = max_tokens or self.recipe.rollout.max_completion_tokens
-        row = {"prompt": s.task.ask(prompt) if isinstance(prompt, str) else prompt}
-        prompts, _ = make_prompts([row], s.policy.tokenizer, self.recipe, s.policy.context)
+        tokenizer, context = s.policy.tokenizer, s.policy.context
+        question = make_question(prompt, s.task, tokenizer, self.recipe, context, max_tokens)
         params = SamplingParams(1, limit, temperature, seed)
-        return s.engine.sample(prompts, params, progress=progress)[0].completions[0]
+        return s.engine.sample([question], params, progress=progress)[0].completions[0]
 
     def close(self) -> None:
         """Give the memory back. The folder stays; closing twice is fine."""
@@ -162,10 +163,17 @@ def resume(
             f"{refused[0]}: a resumed run cannot change it (only {', '.join(RESUMABLE)}…); "
             f"start a new run with `qerl train`"
         )
-    if latest(folder.checkpoints) is None:
+    recover(folder.checkpoints)
+    newest = latest(folder.checkpoints)
+    if newest is None:
         raise QerlError(
             f"run '{folder.path}': no checkpoint yet, nothing to resume; start again with "
             f"`qerl train {folder.recipe}` (and set save.every to checkpoint more often)"
+        )
+    if recipe.train.steps < step_of(newest):
+        raise QerlError(
+            f"train.steps: {recipe.train.steps}, but run '{folder.path}' has done "
+            f"{step_of(newest)} steps already; give as many or more"
         )
     close_open_run()
     return _run(folder, recipe, reward, report=report, fresh=False)
@@ -189,13 +197,25 @@ def open_run(
     if which != "base" and not source.is_dir():
         raise QerlError(f"run '{folder.path}': it has no {source.name}/ yet; finish or resume it")
     close_open_run()
-    if which == "base":
-        recipe.lora.init = None  # a fresh adapter adds exactly nothing
     with quiet_third_party(folder.log):
-        session = Session(recipe, folder, reward, say)
+        session = _fresh_session(recipe, folder, reward, say)
         if which != "base":
             load_adapter(session.policy.model, source)
     return Run(folder, recipe, session)
+
+
+def _fresh_session(
+    recipe: Recipe, folder: RunFolder, reward: Any, say: Callable[[str], None]
+) -> Session:
+    """A session whose adapter adds nothing yet, for one that is loaded into it next.
+
+    What lora.init names is not read: it may be gone by now. The recipe keeps the name.
+    """
+    bare = recipe.model_copy(deep=True)
+    bare.lora.init = None
+    session = Session(bare, folder, reward, say)
+    session.recipe = recipe
+    return session
 
 
 def close_open_run() -> None:
@@ -213,7 +233,8 @@ def _run(folder: RunFolder, recipe: Recipe, reward: Any, *, report: bool, fresh:
     with Interrupts() as interrupts, _screen(folder, recipe, report) as screen:
         screen.status(f"loading {recipe.model}")
         with _folder_removed_on_error(folder, fresh):
-            session = Session(recipe, folder, reward, screen.message)
+            build = Session if fresh else _fresh_session
+            session = build(recipe, folder, reward, screen.message)
         if not fresh:
             _restore(session, screen)
         run = Run(folder, recipe, session)
@@ -262,8 +283,7 @@ def _train(run: Run, interrupts: Interrupts, screen: Screen) -> None:
 def _finish(run: Run, after: EvalResult | None) -> None:
     """Check the base, then write checkpoint, adapter and summary."""
     s, recipe, p = run.session, run.recipe, run.session.progress
-    sha = base_sha256(s.policy.network)
-    assert sha == p.base_sha256, "the frozen base has changed during the run"
+    sha = _check_base(s.policy, p.base_sha256)
     if after is not None and recipe.save.best and after.accuracy > p.best_accuracy:
         p.best_accuracy = after.accuracy
         s.save_adapter(run.folder.best)
@@ -279,8 +299,23 @@ def _finish(run: Run, after: EvalResult | None) -> None:
         peak_bytes=s.meter.peak_bytes(),
         base_sha256=(p.base_sha256, sha),
         adapter=run.folder.adapter,
+        skipped_updates=p.skipped_updates,
     )
     write_json(run.folder.summary, run.summary)
+
+
+def _check_base(policy: Policy, before: str) -> str:
+    """SHA-256 of the frozen base, which must be `before`, and so must its unpacked copies.
+
+    On a CPU products use those copies: the hash of the packed weights alone would prove nothing.
+    """
+    sha = base_sha256(policy.network)
+    assert sha == before, "the frozen base has changed during the run"
+    changed = ops.verify_cache()
+    tensors = [*policy.network.named_parameters(), *policy.network.named_buffers()]
+    names = [name for name, tensor in tensors if any(tensor is c for c in changed)]
+    assert not changed, f"{len(changed)} unpacked weights have changed during the run: {names[:3]}"
+    return sha
 
 
 def _save_what_there_is(
@@ -288,18 +323,22 @@ def _save_what_there_is(
 ) -> None:
     """On an interrupt or a user's mistake in mid-run: save the last step done, say how to go on.
 
-    An error of ours is not answered by writing files from a state that may be wrong.
+    An error of ours is not answered by writing files from a state that may be wrong: the newest
+    checkpoint is named instead.
     """
     s = run.session
+    how = f"Go on with:\n  qerl resume {shlex.quote(str(run.folder.path))}"
     if not isinstance(error, (KeyboardInterrupt, QerlError)):
+        newest = latest(run.folder.checkpoints)
+        where = f"the newest checkpoint is {newest}. {how}" if newest else "there is no checkpoint"
+        screen.message(f"{type(error).__name__} after step {s.progress.step}; {where}")
         return
     if s.progress.step == 0 and isinstance(error, QerlError):
         return
     with contextlib.suppress(KeyboardInterrupt), interrupts.critical():
         s.save()
         s.save_adapter(run.folder.adapter)
-    screen.message(f"stopped after step {s.progress.step}; everything is saved. Go on with:")
-    screen.message(f"  qerl resume {shlex.quote(str(run.folder.path))}")
+    screen.message(f"stopped after step {s.progress.step}; everything is saved. {how}")
 
 
 def final_report(run: Run) -> RenderableType:

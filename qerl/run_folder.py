@@ -18,6 +18,8 @@ from qerl import environment
 from qerl.errors import QerlError
 from qerl.files import atomic_write, write_json
 
+NEWEST = 3  # runs that a message lists
+
 _REQUIRED = ("recipe.yaml", "env.json")
 
 
@@ -134,7 +136,7 @@ def list_runs(root: str | Path = "runs") -> list[RunFolder]:
 def find_run(arg: str | Path, root: str | Path = "runs") -> RunFolder:
     """A run by path, by its name below `root`, or the newest one for "latest".
 
-    Raises QerlError naming the nearest runs when there is none.
+    Raises QerlError naming the nearest or the newest runs when there is no such run.
     """
     text = str(arg)
     path = Path(text).expanduser()
@@ -148,5 +150,11 @@ def find_run(arg: str | Path, root: str | Path = "runs") -> RunFolder:
     if (Path(root).expanduser() / text).is_dir():
         return RunFolder.open(Path(root).expanduser() / text)
     near = get_close_matches(text, [run.name for run in runs], n=3, cutoff=0.3)
-    hint = f"did you mean {' or '.join(near)}?" if near else "give its path, or 'latest'"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    elif runs:
+        newest = ", ".join(run.name for run in runs[:NEWEST])
+        hint = f"the newest below {str(root)!r}: {newest}; or give a path"
+    else:
+        hint = f"there are no runs below {str(root)!r} either; give a path, or start one: qerl demo"
     raise QerlError(f"run {text!r}: no such folder; {hint}")

@@ -34,7 +34,8 @@ class Progress:
 
     step: steps done. cursor: prompts taken. tokens: prompt and completion tokens seen.
     version: updates of the adapter. seconds: by phase, over all sittings. elapsed: wall seconds.
-    rewards: names of the reward functions.
+    evaluated: step of the last evaluation that eval.every asked for. skipped_updates: those whose
+    gradient was not finite. rewards: names of the reward functions.
     """
 
     step: int = 0
@@ -44,6 +45,8 @@ class Progress:
     elapsed: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     best_accuracy: float = -1.0
+    evaluated: int = 0
+    skipped_updates: int = 0
     before: dict[str, Any] | None = None
     base_sha256: str = ""
     rewards: list[str] = field(default_factory=list)
@@ -110,6 +113,16 @@ class Session:
             return evaluate(
                 self.engine, self.task, self.eval_prompts, self.recipe, progress=progress
             )
+
+    def evaluation_due(self) -> bool:
+        """Whether eval.every asks for an evaluation of the last completed step, not yet made.
+
+        After the last step eval.at_end's takes its place.
+        """
+        every, step = self.recipe.eval.every, self.progress.step
+        if not every or step % every or self.progress.evaluated >= step:
+            return False
+        return step < self.recipe.train.steps or not self.recipe.eval.at_end
 
     def save(self) -> None:
         """A checkpoint of the last completed step, and the older ones pruned."""

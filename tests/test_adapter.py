@@ -125,6 +125,7 @@ def test_folder_is_a_hub_repository(saved):
     assert card.data.library_name == "peft" and card.data.base_model == "me/base"
     assert "lora" in card.data.tags and "PeftModel.from_pretrained(base, 'mine')" in card.text
     assert "Rank 4, alpha 8, 14 adapted modules" in card.text
+    assert "on top of" not in card.text and "frozen" not in card.text
     assert PreTrainedTokenizerFast.from_pretrained(str(folder)).chat_template.startswith("{% for")
 
 
@@ -134,6 +135,12 @@ def test_card_leaves_a_local_base_out_and_takes_metadata(tmp_path):
     save_adapter(model, tmp_path / "a", base_model=local)
     assert ModelCard.load(tmp_path / "a" / "README.md").data.base_model is None
     meta = {"license": "apache-2.0", "base_model": "me/base"}
+    said = "Trained on an NVFP4 (4.5 bits a weight) copy of me/base."
+    save_adapter(model, tmp_path / "b", base_model="me/base", trained_on=said)
+    text = (tmp_path / "b" / "README.md").read_text()
+    assert (
+        text.endswith(f"14 adapted modules.\n\n{said}\n") and ".from_pretrained(base, 'b'" in text
+    )
     save_adapter(model, tmp_path / "a", base_model=local, readme="Hello.\n", metadata=meta)
     card = ModelCard.load(tmp_path / "a" / "README.md")
     assert (card.data.license, card.data.base_model) == ("apache-2.0", "me/base")
@@ -281,6 +288,12 @@ def test_adapter_save_copies_and_may_be_run_again(saved, tmp_path):
         adapter.save(saved[1])
     with pytest.raises(QerlError, match="no adapter at .*nothing"):
         Adapter(tmp_path / "nothing").save(tmp_path / "b")
+
+
+def test_a_copy_into_a_file_is_refused_in_one_line(saved, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QerlError, match=r"^adapter folder '.*/file/x': '.*/file' is not a folder"):
+        Adapter(saved[1]).save(tmp_path / "file" / "x")
 
 
 def test_nothing_but_an_adapter_is_ever_replaced(tmp_path):

@@ -18,7 +18,9 @@ from qerl.checkpoint import (
     latest,
     load_checkpoint,
     prune,
+    recover,
     save_checkpoint,
+    step_of,
     verify,
 )
 from qerl.errors import QerlError
@@ -157,6 +159,19 @@ def test_latest_and_prune_ignore_unfinished_folders(tmp_path):
     assert [p.name for p in prune(tmp_path, keep=2)] == ["step-000001", "step-000002"]
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000010", "step-1000000"]
     assert not (tmp_path / ".step-000000.deleted").exists()
+
+
+def test_a_replacement_killed_between_its_renames_is_put_back(tmp_path):
+    run = make_run()
+    for number in (1, 2):
+        save(run, checkpoint_dir(tmp_path, number), number)
+    checkpoint_dir(tmp_path, 2).rename(tmp_path / "step-000002.old.partial")
+    (tmp_path / "step-000001.old.partial").mkdir()
+    assert latest(tmp_path) == checkpoint_dir(tmp_path, 1)
+    recover(tmp_path)
+    assert latest(tmp_path) == checkpoint_dir(tmp_path, 2) and step_of(latest(tmp_path)) == 2
+    verify(checkpoint_dir(tmp_path, 1))
+    verify(checkpoint_dir(tmp_path, 2))
 
 
 def test_a_cursor_that_is_not_json_leaves_no_folder(tmp_path):

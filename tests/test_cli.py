@@ -98,7 +98,26 @@ def test_help_of_every_command_shows_an_example(name: str):
 
 def test_no_command_is_help_and_a_wrong_one_names_the_nearest():
     assert "Commands:" in qerl(code=2).err
-    assert "Did you mean 'train'" in qerl("trian", code=2).err
+    assert qerl("trian", code=2).err == "error: no such command 'trian'. Did you mean 'train'?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("zzz", "no such command 'zzz'; see `qerl --help`"),
+        ("--foo", "no such option: --foo; see `qerl --help`"),
+        ("train", "train: missing argument 'RECIPE'; see `qerl train --help`"),
+        ("quantize m", "quantize: missing option '-o' / '--output'; see `qerl quantize --help`"),
+        ("explain a b", "explain: got unexpected extra argument"),
+        ("eval r --bset", "eval: no such option: --bset (Possible options: --base, --best)"),
+        ("tail r -n 0", "tail: invalid value for '-n': "),
+    ],
+)
+def test_a_command_line_that_does_not_parse_is_one_line(arguments: str, message: str):
+    result = qerl(*arguments.split(), code=2)
+    assert result.out == ""
+    assert result.err.startswith(f"error: {message}")
+    assert result.err.count("\n") == 1
 
 
 def test_version():
@@ -145,9 +164,10 @@ def test_main_sets_what_the_user_has_not(monkeypatch: pytest.MonkeyPatch):
 # ----------------------------------------------------------------------------------- the output
 
 
-@pytest.mark.parametrize("where", ["no/such/report.json", "."])
+@pytest.mark.parametrize("where", ["no/such/report.json", ".", "file/report.json"])
 def test_a_report_that_cannot_be_written_is_refused_before_work(where, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
     with pytest.raises(QerlError, match=r"^--json '.*': .*; name a file, or - for standard output"):
         cli_output.Output(where)
 
@@ -188,6 +208,26 @@ def test_the_log_is_begun_anew_when_long(tmp_path: Path, monkeypatch):
     with cli_output.quiet():
         print("a warning", file=sys.stderr)
     assert (tmp_path / "log.txt").read_text() == "a warning\n"
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(
+    trained: SimpleNamespace, tmp_path: Path, monkeypatch
+):
+    def loading(*arguments: object) -> None:
+        raise AssertionError("the work has begun")
+
+    (tmp_path / "file").write_text("")
+    below, reason = tmp_path / "file" / "x", f"'{tmp_path}/file' is not a folder; name another"
+    monkeypatch.setattr("qerl.model.load.resolve_model", loading)
+    monkeypatch.setattr("qerl.export.export_adapter", loading)
+    monkeypatch.setattr("qerl.run.open_run", loading)
+    for option, *command in (
+        ("init:", "init", below),
+        ("--output", "quantize", "some/model", "-o", below),
+        ("--output", "export", trained.run, "-o", below),
+        ("--out", "eval", trained.run, "--out", below),
+    ):
+        assert qerl(*command, code=2).err.startswith(f"error: {option} '{below}': {reason} f")
 
 
 def test_init_writes_and_names_the_next_command(tmp_path: Path):
@@ -275,6 +315,20 @@ def test_eval_of_the_base_and_of_the_best(trained: SimpleNamespace, tmp_path: Pa
     assert "there is no folder" in bad
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"before": {"accuracy": "x", "ci95": [0, 1]}}'])
+def test_eval_says_that_the_summary_is_damaged_and_goes_on(trained, monkeypatch, text: str):
+    summary = trained.run / "summary.json"
+    whole = summary.read_bytes()
+    summary.write_text(text)
+    try:
+        result = qerl("eval", trained.run)
+    finally:
+        summary.write_bytes(whole)
+    assert result.err == f"'{summary}' is damaged: the accuracy before training is not shown\n"
+    assert "before training" not in result.out
+    assert "last adapter: " in result.out
+
+
 def test_an_adapter_that_learnt_nothing_is_called_untrained(untrained: Path):
     result = qerl("eval", untrained, "--json", "-")
     assert json.loads(result.out)["adapter"] == "untrained"
@@ -324,8 +378,39 @@ def test_chat_sees_the_conversation(trained: SimpleNamespace):
 
 def test_chat_goes_on_after_a_question_that_is_too_long(trained: SimpleNamespace):
     result = qerl("chat", trained.run, "--max-tokens", 2, stdin="a" * 300 + "\nabc\n")
-    assert "error: task row 0: the prompt has 300 tokens" in result.err
+    assert "error: prompt: it has 300 tokens" in result.err
     assert len(result.out.splitlines()) == 1
+
+
+def test_chat_begins_with_the_system_message_and_adds_nothing_to_a_turn(
+    trained: SimpleNamespace, monkeypatch
+):
+    from qerl.run import Run
+
+    seen = []
+
+    def complete(run: Run, messages: list, **options: object):
+        seen.append([message["content"] for message in messages])
+        return real(run, messages, **options)
+
+    recipe = trained.run / "recipe.yaml"
+    whole, real = recipe.read_text(), Run.complete
+    monkeypatch.setattr(Run, "complete", complete)
+    recipe.write_text(whole.replace("  system: null", "  system: ij", 1))
+    try:
+        answers = qerl("chat", trained.run, "--max-tokens", 2, stdin="a\nb\n/new\nc\n").out
+    finally:
+        recipe.write_text(whole)
+    first = answers.splitlines()[0]
+    assert seen == [["ij", "a"], ["ij", "a", first, "b"], ["ij", "c"]]
+
+
+def test_generate_names_what_is_wrong(trained: SimpleNamespace):
+    assert qerl("generate", trained.run, "", code=2).err.startswith("error: PROMPT: it is empty")
+    error = qerl("generate", trained.run, "abc", "--max-tokens", 100000, code=2).err
+    assert error.startswith("error: max_tokens (--max-tokens): 100000 is more than")
+    error = qerl("generate", trained.run, "a" * 300, code=2).err
+    assert error.startswith("error: prompt: it has 300 tokens, and the model's context of 256")
 
 
 def test_tail_shows_the_newest_step(trained: SimpleNamespace):

@@ -124,10 +124,12 @@ def test_empty_section_and_yaml_1_2_words(tmp_path: Path):
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(QerlError, match="unknown 'demo-smolm2'; did you mean demo-smollm2"):
         Recipe.load("demo-smolm2")
+    with pytest.raises(QerlError, match=r"unknown 'zz'; Bundled: .*demo-smollm2.*`qerl init DIR`"):
+        Recipe.load("zz")
 
 
 def test_missing_file_and_folder(tmp_path: Path):
-    with pytest.raises(QerlError, match="there is no file '.*/no such.yaml'"):
+    with pytest.raises(QerlError, match="no file '.*/no such.yaml'; `qerl recipes` .*`qerl init"):
         Recipe.load(tmp_path / "no such.yaml")
     with pytest.raises(QerlError, match="is a folder; name the .yaml file"):
         Recipe.load(str(tmp_path))
@@ -271,6 +273,11 @@ def test_wrong_values(key: str, value: object, message: str):
 )
 def test_values_that_contradict_each_other(overrides: dict, message: str):
     assert override_fails(**overrides).startswith(message)
+
+
+def test_every_completion_is_logged_unless_a_recipe_says_otherwise():
+    assert Recipe(model="m").output.log_completions is None
+    assert Recipe(model="m", output={"log_completions": 0}).output.log_completions == 0
 
 
 def test_noise_off_allows_any_sigma():

@@ -92,6 +92,15 @@ def test_solved_means_full_marks_from_every_weighted_reward():
     assert FixedTask(Reward("a", exact, 1.0), Reward("b", exact, -0.5)).solved_at == 1.0
 
 
+def test_a_threshold_of_the_recipes_takes_the_place_of_full_marks():
+    engine = FixedEngine([("a", 1, "stop"), ("x", 1, "stop")])  # rewards 1 and 0.25
+    task = FixedTask(Reward("exact", exact))
+    for threshold, accuracy in ((0.25, 1.0), (0.3, 0.5), (1.1, 0.0), (None, 0.5)):
+        task.threshold = threshold
+        result, _ = evaluate(engine, task, make_prompts("a", "b"), make_recipe())
+        assert result.accuracy == accuracy
+
+
 def test_no_prompts():
     with pytest.raises(QerlError, match="eval: there are no held-out prompts"):
         evaluate(FixedEngine([]), FixedTask(Reward("exact", exact)), [], make_recipe())

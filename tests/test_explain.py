@@ -33,6 +33,10 @@ def test_explain_one_key_section_and_alias():
         "num_generations: in qerl it is `rollout.group_size`\n\nrollout.group_size: a whole number"
     )
     assert explain("beta").startswith("beta: qerl has no KL penalty")
+    assert explain("task.solved_at").startswith(
+        "task.solved_at: a number or null\n    default: null\n    A greedy answer counts as right"
+    )
+    assert "(null: all, 0: none)" in explain("output.log_completions")
 
 
 def test_explain_unknown_key():

@@ -63,6 +63,12 @@ def test_export_refuses_a_folder_that_is_not_empty(run, tmp_path):
         export_adapter(run, tmp_path / "empty")
 
 
+def test_what_cannot_be_written_is_refused(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QerlError, match=r"'.*/file/x': '.*/file' is not a folder; name another"):
+        export_adapter(run, tmp_path / "file" / "x")
+
+
 def test_export_names_what_is_missing(run, tmp_path):
     for name in ("adapter", "best"):
         (run / name / "adapter_config.json").unlink()

@@ -68,5 +68,6 @@ def test_starter_refuses_to_overwrite(name: str, tmp_path: Path):
 def test_starter_into_a_file(tmp_path: Path):
     target = tmp_path / "taken"
     target.write_text("")
-    with pytest.raises(QerlError, match="is a file; name a folder"):
-        write_starter(target)
+    for folder in (target, target / "below", target / "far" / "below"):
+        with pytest.raises(QerlError, match=r"^init: '.*': '.*/taken' is not a folder; name "):
+            write_starter(folder)

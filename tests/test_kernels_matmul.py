@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from qerl_kernels import layout, ops, quantize, reference
+from qerl_kernels import layout, matmul, ops, quantize, reference
 
 # One output rounding plus fp32 accumulation, relative to Σ|x·w|.
 TOLERANCE = {
@@ -225,3 +225,18 @@ def test_checkpointing_recomputes_through_the_same_copy():
     layer(x).sum().backward()
     assert torch.equal(checkpointed, x.grad)
     assert ops.cache_bytes() == 48 * 64 * 4
+
+
+def test_a_changed_copy_is_found_and_a_stale_one_is_not_meant():
+    w, other = weight(), weight(seed=5)
+    for dtype in (torch.float32, torch.bfloat16):
+        ops.nvfp4_matmul(torch.zeros(1, 64, dtype=dtype), *w)
+        ops.nvfp4_matmul(torch.zeros(1, 64, dtype=dtype), *other)
+    assert ops.verify_cache() == []
+    copy = matmul._cache[w[0]].weights[torch.bfloat16]
+    zero = (copy == 0).nonzero()[0]
+    copy[tuple(zero)] *= -1  # the sign of a zero: equal as a number, not as bits
+    (found,) = ops.verify_cache()
+    assert found is w[0]
+    w[0].copy_(other[0])  # the next product unpacks anew
+    assert ops.verify_cache() == []

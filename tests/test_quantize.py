@@ -272,6 +272,15 @@ def test_existing_output_is_kept_unless_asked(checkpoint, tmp_path):
     assert (tmp_path / "q" / "model.safetensors").is_file()
 
 
+def test_output_that_cannot_be_written_is_refused_before_the_work(checkpoint, tmp_path):
+    def working(done, total, name):
+        raise AssertionError("it has begun")
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QerlError, match=r"^output: '.*/file/q': '.*/file' is not a folder; name"):
+        quantize_checkpoint(checkpoint, tmp_path / "file" / "q", progress=working)
+
+
 def test_source_that_is_not_a_checkpoint(checkpoint, tmp_path):
     with pytest.raises(QerlError, match=r"has no config.json"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "q")

@@ -11,8 +11,8 @@ from qerl import report
 from qerl.errors import QerlError
 from qerl.types import Completion, EvalResult, Group, Prompt
 
-BEFORE = EvalResult("numbers", 0.17, 0.2, (0.125, 0.228), 200)
-AFTER = EvalResult("numbers", 0.88, 0.89, (0.828, 0.918), 200)
+BEFORE = EvalResult("numbers", 0.17, 0.2, (0.125, 0.228), 200).as_dict()
+AFTER = EvalResult("numbers", 0.88, 0.89, (0.828, 0.918), 200).as_dict()
 
 
 def summary(**changes):
@@ -56,6 +56,15 @@ def test_skipped_evaluation_is_null():
     assert "not measured" in text and "Change" not in text
 
 
+def test_skipped_updates_are_told_when_there_were_any():
+    built = summary(skipped_updates=3)
+    assert built["skipped_updates"] == 3
+    text = printed(report.render(built, "runs/demo", base="b", rank=16, name="demo"))
+    assert "3 of 18 updates skipped: their gradient was not finite" in text
+    text = printed(report.render(summary(), "runs/demo", base="b", rank=16, name="demo"))
+    assert "skipped" not in text
+
+
 def test_rendered_report():
     rows = report.samples([group(i) for i in range(10)])
     text = printed(
@@ -84,9 +93,9 @@ def test_samples_are_chosen_by_position():
 
 
 def test_overlapping_intervals_are_called_chance():
-    built = summary(after=EvalResult("numbers", 0.2, 0.2, (0.15, 0.26), 200))
+    built = summary(after=EvalResult("numbers", 0.2, 0.2, (0.15, 0.26), 200).as_dict())
     assert "may be chance" in report.change_sentence(built["before"], built["after"])
-    worse = summary(after=EvalResult("numbers", 0.05, 0.1, (0.03, 0.09), 200))
+    worse = summary(after=EvalResult("numbers", 0.05, 0.1, (0.03, 0.09), 200).as_dict())
     sentence = report.change_sentence(worse["before"], worse["after"])
     assert sentence == "Change: -12.0 points; the intervals are apart."
 

@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
+import shutil
 import weakref
+from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import make_session, short, starts_right, step_rows, tiny_run_recipe
 
+from qerl import loop
 from qerl import run as run_module
 from qerl.adapter import checksum
-from qerl.checkpoint import checkpoints
+from qerl.checkpoint import checkpoints, latest
 from qerl.config import Recipe
 from qerl.errors import QerlError
 from qerl.metrics import read_jsonl
 from qerl.policy import base_sha256
-from qerl.run import open_run, train
+from qerl.run import open_run, resume, train
+from qerl.run_folder import RunFolder, list_runs
+from qerl.session import Session
+from qerl.types import EvalResult
+from qerl_kernels import matmul
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +137,182 @@ def test_a_changed_base_is_noticed_and_nothing_is_saved(tiny_dir, tmp_path):
         train(recipe, reward=corrupt, report=False)
     (folder,) = (tmp_path / "runs").iterdir()
     assert not (folder / "adapter").exists() and not (folder / "summary.json").exists()
+
+
+def test_a_changed_unpacked_copy_is_noticed_and_nothing_is_saved(tiny_dir, tmp_path):
+    """Products read the unpacked weights; the packed ones, which are hashed, stay as they were."""
+
+    def corrupt(completion_ids, **_):
+        network = run_module._open.session.policy.network
+        packed = network.get_parameter("model.layers.1.mlp.up_proj.base_layer.weight")
+        matmul._cache[packed].weights[torch.float32][3, 5] += 1
+        return short(completion_ids)
+
+    recipe = tiny_run_recipe(tiny_dir, tmp_path, train__steps=1, eval__at_start=False)
+    recipe.eval.at_end = False
+    with pytest.raises(AssertionError, match=r"1 unpacked weights .*layers\.1\.mlp\.up_proj"):
+        train(recipe, reward=corrupt, report=False)
+    folder = only_run(tmp_path)
+    assert not folder.adapter.exists() and not folder.summary.exists()
+
+
+# ------------------------------------------------------------------- evaluations and going on
+
+
+def only_run(root: Path) -> RunFolder:
+    (folder,) = list_runs(root / "runs")
+    return folder
+
+
+def dies_after(monkeypatch, last: int, error: type[BaseException] = torch.OutOfMemoryError):
+    """An error of ours in the update of step `last` + 1: like a kill, it saves nothing."""
+    real = loop.update
+
+    def update(s, step):
+        if step > last:
+            raise error
+        return real(s, step)
+
+    monkeypatch.setattr(loop, "update", update)
+
+
+def scripted_accuracy(monkeypatch, by_step: dict[int, float]):
+    def evaluate(self, progress=None):
+        accuracy = by_step[self.progress.step]
+        return EvalResult("rows", accuracy, accuracy, (0.0, 1.0), 6), []
+
+    monkeypatch.setattr(Session, "evaluate", evaluate)
+
+
+def evaluated_steps(folder: RunFolder) -> list[int]:
+    return [r["step"] for r in read_jsonl(folder.metrics)[0] if "eval/accuracy" in r]
+
+
+def evaluating_recipe(tiny_dir: Path, root: Path, **changes):
+    """Evaluations at even steps only."""
+    values = {"train__steps": 4, "eval__every": 2, "eval__at_start": False, "eval__at_end": False}
+    return tiny_run_recipe(tiny_dir, root, **{**values, **changes})
+
+
+@pytest.mark.parametrize("every", [2, 1000])
+def test_a_resumed_run_remembers_the_best_adapter(tiny_dir, tmp_path, monkeypatch, every):
+    """Killed at step 3, after the best evaluation, at a step with or without a checkpoint due."""
+    recipe = evaluating_recipe(tiny_dir, tmp_path, save__every=every)
+    with monkeypatch.context() as patch:
+        scripted_accuracy(patch, {2: 0.9})
+        dies_after(patch, 2)
+        with pytest.raises(torch.OutOfMemoryError):
+            train(recipe, reward=short, report=False)
+    folder = only_run(tmp_path)
+    assert latest(folder.checkpoints) == folder.checkpoint(2)
+    best = (folder.best / "adapter_model.safetensors").read_bytes()
+    scripted_accuracy(monkeypatch, {4: 0.5})
+    with resume(folder.path, reward=short, report=False) as run:
+        assert run.session.progress.best_accuracy == 0.9
+    assert (folder.best / "adapter_model.safetensors").read_bytes() == best
+    assert evaluated_steps(folder) == [2, 4]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_evaluation_is_made_on_resuming(tiny_dir, tmp_path, monkeypatch, error):
+    """Step 2 is saved before its evaluation and must be evaluated when the run goes on."""
+
+    def evaluate(self, progress=None):
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(Session, "evaluate", evaluate)
+        train(evaluating_recipe(tiny_dir, tmp_path, save__every=2), short, report=False)
+    folder = only_run(tmp_path)
+    assert latest(folder.checkpoints) == folder.checkpoint(2) and evaluated_steps(folder) == []
+    resume(folder.path, reward=short, report=False).close()
+    assert evaluated_steps(folder) == [2, 4]
+    resume(folder.path, reward=short, report=False).close()
+    assert evaluated_steps(folder) == [2, 4], "nothing is left to evaluate"
+
+
+@pytest.mark.parametrize(("at_end", "expected"), [(False, [2]), (True, [])])
+def test_an_evaluation_due_at_the_last_step(tiny_dir, tmp_path, at_end, expected):
+    recipe = evaluating_recipe(tiny_dir, tmp_path, train__steps=2, eval__at_end=at_end)
+    with train(recipe, reward=short, report=False) as run:
+        assert evaluated_steps(run.folder) == expected
+        assert run.folder.best.is_dir() and (run.summary["after"] is not None) == at_end
+
+
+def test_an_error_of_ours_names_the_newest_checkpoint(tiny_dir, tmp_path, monkeypatch, capsys):
+    dies_after(monkeypatch, 3)
+    recipe = evaluating_recipe(tiny_dir, tmp_path, eval__every=0, save__every=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(recipe, reward=short)
+    folder = only_run(tmp_path)
+    assert latest(folder.checkpoints) == folder.checkpoint(2) and not folder.adapter.exists()
+    text = capsys.readouterr().out
+    assert "OutOfMemoryError after step 3; the newest checkpoint is" in text
+    assert f"{folder.checkpoint(2)}. Go on with:\n  qerl resume {folder.path}\n" in text
+
+
+def test_without_a_checkpoint_an_error_of_ours_says_so(tiny_dir, tmp_path, monkeypatch, capsys):
+    dies_after(monkeypatch, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(evaluating_recipe(tiny_dir, tmp_path), reward=short)
+    text = capsys.readouterr().out
+    assert "OutOfMemoryError after step 1; there is no checkpoint\n" in text
+    assert "qerl resume" not in text
+
+
+def test_long_runs_are_checkpointed_by_default():
+    assert Recipe(model="m").save.every == 50
+
+
+def test_skipped_updates_are_counted_saved_and_reported(tiny_dir, tmp_path, monkeypatch, capsys):
+    real = loop.update
+
+    def update(s, step):
+        numbers = real(s, step)
+        if step == 1:
+            return numbers | {"grad_norm": math.nan, "qerl/skipped_step": 1.0}
+        return numbers
+
+    recipe = evaluating_recipe(tiny_dir, tmp_path, eval__every=0, train__steps=2)
+    monkeypatch.setattr(loop, "update", update)
+    with train(recipe, reward=short) as run:
+        assert run.summary["skipped_updates"] == 1
+    monkeypatch.undo()
+    capsys.readouterr()
+    with resume(run.folder.path, {"train.steps": 3}, reward=short) as run:
+        assert json.loads(run.folder.summary.read_text())["skipped_updates"] == 1
+    assert "1 of 3 updates skipped" in capsys.readouterr().out
+
+
+def test_what_lora_init_names_may_be_gone_afterwards(finished, tiny_dir, tmp_path):
+    """Only the first sitting reads it: later the adapter comes from the run's own folder."""
+    source = tmp_path / "first"
+    shutil.copytree(finished.folder.adapter, source)
+    recipe = tiny_run_recipe(tiny_dir, tmp_path, lora__init=str(source))
+    with train(recipe, reward=short, report=False) as run:
+        folder, trained = run.folder, checksum(run.session.policy.model)
+    shutil.rmtree(source)
+    with open_run(folder.path, reward=short) as run:
+        assert checksum(run.session.policy.model) == trained
+    with resume(folder.path, {"train.steps": 3}, reward=short, report=False) as run:
+        assert run.summary["steps"] == 3 and checksum(run.session.policy.model) != trained
+        assert run.recipe.lora.init == run.session.recipe.lora.init == str(source)
+    assert Recipe.load(folder.recipe).lora.init == str(source)
+
+
+def test_fewer_steps_than_done_are_refused(finished):
+    """Also when the newest checkpoint was being replaced when the run was killed."""
+    newest = finished.folder.checkpoint(5)
+    newest.rename(newest.with_name(newest.name + ".old.partial"))
+    with pytest.raises(QerlError, match=r"^train.steps: 4, but run .* has done 5 steps already"):
+        resume(finished.folder.path, {"train.steps": 4}, reward=short, report=False)
+    assert json.loads(finished.folder.summary.read_text()) == finished.summary
+
+
+@pytest.mark.parametrize("key, value", [("output.dir", "elsewhere"), ("output.name", "other")])
+def test_a_resumed_run_stays_in_its_folder(finished, key, value):
+    with pytest.raises(QerlError, match=rf"^{key}: a resumed run cannot change it"):
+        resume(finished.folder.path, {key: value}, reward=short, report=False)
 
 
 # ------------------------------------------------------------------------------- memory

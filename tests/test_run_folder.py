@@ -9,7 +9,7 @@ import pytest
 from qerl import environment
 from qerl.config import Recipe
 from qerl.errors import QerlError
-from qerl.files import atomic_dir, atomic_write, write_json
+from qerl.files import atomic_dir, atomic_write, check_writable, write_json
 from qerl.run_folder import RunFolder, find_run, list_runs
 
 
@@ -92,6 +92,19 @@ def test_find_errors_in_one_line(tmp_path, recipe):
     assert "\n" not in str(caught.value)
 
 
+def test_find_lists_the_newest_runs_or_says_there_are_none(tmp_path, recipe):
+    with pytest.raises(
+        QerlError, match="run 'zzz': .* there are no runs below '.*' either; .*demo"
+    ):
+        find_run("zzz", tmp_path)
+    runs = [RunFolder.create(tmp_path, "demo", recipe) for _ in range(4)]
+    for age, run in enumerate(runs):
+        os.utime(run.env, (1e9 - age, 1e9 - age))
+    newest = ", ".join(run.name for run in runs[:3])
+    with pytest.raises(QerlError, match=f"run 'zzz': no such folder; the newest .*: {newest}; or"):
+        find_run("zzz", tmp_path)
+
+
 def test_output_folder_that_is_a_file(tmp_path, recipe):
     (tmp_path / "runs").write_text("")
     with pytest.raises(QerlError, match=r"output\.dir .*runs"):
@@ -114,6 +127,27 @@ def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
         atomic_write(target, "new")
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_check_writable_tries_it_and_leaves_nothing(tmp_path, monkeypatch):
+    check_writable("--output", tmp_path / "new" / "deep")
+    check_writable("--output", tmp_path / "new", inside=True)
+    check_writable("--output", tmp_path, inside=True)
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        QerlError, match=r"^--output '.*/file/x': '.*/file' is not a folder; name a"
+    ):
+        check_writable("--output", tmp_path / "file" / "x")
+    with pytest.raises(QerlError, match=r"cannot be written to \(File name too long\)"):
+        check_writable("--output", tmp_path / "new" / ("x" * 300) / "y")
+
+    def refused(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    with pytest.raises(QerlError, match=r"cannot be written to \(Permission denied\); name a file"):
+        check_writable("--out", tmp_path / "x", fix="name a file")
 
 
 def test_write_json_refuses_nan(tmp_path):

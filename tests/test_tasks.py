@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from qerl.config import Recipe
 from qerl.errors import QerlError
 from qerl.reward import score_groups
-from qerl.tasks import PromptStream, load_task, make_prompts, train_prompts
+from qerl.tasks import PromptStream, load_task, make_prompts, make_question, train_prompts
 from qerl.tasks import numbers as numbers_task
 from qerl.types import Completion, Group
 
@@ -147,6 +147,9 @@ def test_rewards_of_the_user_replace_the_tasks(tmp_path):
     task = load_task(recipe)
     assert [(r.name, r.weight) for r in task.rewards] == [("f", 0.5)] and task.solved_at == 0.5
     assert task.rewards[0].function(completions=["a"]) == [2.0]
+
+    recipe = make_recipe(task={"reward": f"{tmp_path}/r.py:f", "solved_at": 2})
+    assert load_task(recipe).solved_at == 2.0
 
     def mine(prompts, completions):
         return [0.0 for _ in completions]
@@ -391,6 +394,55 @@ def test_long_prompts_are_dropped_and_counted():
     recipe = make_recipe(task={"max_prompt_tokens": 2})
     message = error_of(make_prompts, rows, tokenizer, recipe, 100)
     assert message.startswith("task.max_prompt_tokens: all 4 prompts are longer than 2 tokens")
+
+
+# --- a question of the user's own
+
+
+def ask(prompt, max_context=999, max_tokens=None, tokenizer=None, **task):
+    recipe = make_recipe(task=task)
+    tokenizer = tokenizer or make_tokenizer()
+    return make_question(prompt, load_task(recipe), tokenizer, recipe, max_context, max_tokens)
+
+
+def test_a_text_is_put_as_the_tasks_and_messages_are_left_alone(tmp_path):
+    around = {"prefix": "<", "suffix": ">", "system": "S"}
+    rows = {"name": "rows", "dataset": str(write_jsonl(tmp_path / "d.jsonl", FIVE * 50))}
+    assert ask("q", **rows, **around).text == "[system]S[user]<q>[assistant]"
+    assert "[assistant]71[user]<q>[assistant]" in ask("q", **around).text  # the worked example
+    messages = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"))]
+    messages.append({"role": "user", "content": "c"})
+    made = ask(messages, **around)
+    assert made.text == "[user]a[assistant]b[user]c[assistant]"
+    assert list(made.messages) == messages
+
+
+def test_a_question_is_not_a_row_of_the_dataset(tmp_path):
+    """The dataset's filter and words do not apply: what is wrong is the prompt, or max_tokens."""
+    messages = [{"role": "user", "content": "x" * 10}]
+    bare = make_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert len(ask(messages, tokenizer=bare, max_prompt_tokens=3).token_ids) == 10
+
+    def refused(prompt, *limits):
+        return error_of(ask, prompt, *limits, tokenizer=bare)
+
+    assert refused(" \n") == "prompt: it is empty; give it some text"
+    assert refused([{"role": "user", "content": ""}]).startswith("prompt: the prompt is empty")
+    assert refused([{"role": "user"}]).startswith("prompt: the prompt is [{'role': 'user'}]; it")
+    assert refused(messages, 10) == (
+        "prompt: it has 10 tokens, and the model's context of 10 leaves no room for an answer; "
+        "shorten it"
+    )
+    assert refused(messages, 15) == (
+        "prompt: it has 10 tokens, and the model's context of 15 does not hold an answer of 6 "
+        "besides; shorten it, or allow a shorter answer: max_tokens (--max-tokens) up to 5"
+    )
+    assert refused(messages, 15, 6) == (
+        "max_tokens (--max-tokens): 6 is more than the model's context of 15 leaves beside a "
+        "prompt of 10 tokens; at most 5 fit"
+    )
+    assert len(ask(messages, 15, 5, tokenizer=bare).token_ids) == 10
+    assert len(ask(messages, 16, tokenizer=bare).token_ids) == 10
 
 
 def test_train_prompts_finds_a_bad_row_before_work_starts(tmp_path):

@@ -53,6 +53,26 @@ def cache_bytes() -> int:
     return sum(w.nbytes for entry in list(_cache.values()) for w in entry.weights.values())
 
 
+def verify_cache() -> list[torch.Tensor]:
+    """The packed weights whose unpacked copy is no longer, bit for bit, what they unpack to.
+
+    Copies that the next product would make anew are left out. Unpacks one weight at a time.
+    """
+    changed = []
+    for packed, entry in list(_cache.items()):
+        scale = entry.scale()
+        if scale is None or entry.version != (_version(packed), _version(scale)):
+            continue
+        if not all(_same_bits(w, unscaled(packed, scale, d)) for d, w in entry.weights.items()):
+            changed.append(packed)
+    return changed
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # As bytes: a zero of the other sign is a change, and a NaN equals itself.
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
 def clear_cache() -> None:
     """Drop every unpacked CPU weight; the next product makes its own again."""
     _cache.clear()

@@ -17,9 +17,13 @@ from qerl_kernels.matmul import (
     matmul_cuda,
     matmul_t_cpu,
     matmul_t_cuda,
+    verify_cache,
 )
 
-__all__ = ["cache_bytes", "clear_cache", "linear_logprob", "nvfp4_matmul", "nvfp4_matmul_t"]
+__all__ = [
+    "cache_bytes", "clear_cache", "linear_logprob", "nvfp4_matmul", "nvfp4_matmul_t",
+    "verify_cache",
+]  # fmt: skip
 
 # `Library` rather than `custom_op`: no per-call alias check, this is called for every linear layer.
 _lib = torch.library.Library("qerl", "FRAGMENT")
@@ -137,7 +141,8 @@ def nvfp4_matmul(
 
     packed, scale, global_scale: the weight, see the module docstring. Products accumulate in
     fp32 (float64 for float64 x). Raises ValueError when shapes or dtypes do not belong together.
-    On CPU the unpacked weight stays cached in x's dtype (`cache_bytes`, `clear_cache`).
+    On CPU the unpacked weight stays cached in x's dtype (`cache_bytes`, `verify_cache`,
+    `clear_cache`).
     """
     return _op_matmul(x, packed, scale, global_scale, bias)
 

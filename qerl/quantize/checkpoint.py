@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import QerlError
-from qerl.files import atomic_dir, write_json
+from qerl.files import atomic_dir, check_writable, write_json
 from qerl.quantize import nvfp4
 from qerl.quantize.shards import SHARD_BYTES, Source, Writer
 
@@ -44,11 +44,13 @@ def quantize_checkpoint(
     when complete. Returns {"path", "layers", "parameters", "bytes", "source_bytes", "seconds"}:
     parameters counts quantized weights, bytes everything written as tensors.
     Raises QerlError: no config.json or safetensors in `src`, an unknown or already quantized
-    model, a layer whose K is not a multiple of 16 or that the files lack, `dst` exists.
+    model, a layer whose K is not a multiple of 16 or that the files lack, `dst` exists or cannot be
+    written.
     """
     src, dst = Path(src), Path(dst)
     began = time.monotonic()
     config = _read_config(src)
+    check_writable("output:", dst)
     if dst.exists() and not overwrite:
         raise QerlError(f"output: '{dst}' exists already; name another folder or overwrite it")
     source = Source(src)

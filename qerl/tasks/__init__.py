@@ -10,9 +10,17 @@ from qerl.config import Recipe
 from qerl.errors import QerlError
 from qerl.reward import Reward, load_reward, name_rewards
 from qerl.tasks.base import Row, Task
-from qerl.tasks.prompts import PromptStream, make_prompts, train_prompts
+from qerl.tasks.prompts import PromptStream, make_prompts, make_question, train_prompts
 
-__all__ = ["PromptStream", "Row", "Task", "load_task", "make_prompts", "train_prompts"]
+__all__ = [
+    "PromptStream",
+    "Row",
+    "Task",
+    "load_task",
+    "make_prompts",
+    "make_question",
+    "train_prompts",
+]
 
 RewardArgument = Callable[..., Any] | list[Callable[..., Any]]
 
@@ -22,10 +30,15 @@ def load_task(recipe: Recipe, reward: RewardArgument | None = None) -> Task:
 
     Raises QerlError for an unknown task, an unreadable dataset, a missing column or reward.
     """
+    task = _built(recipe, recipe_rewards(recipe, reward))
+    task.threshold = recipe.task.solved_at
+    return task
+
+
+def _built(recipe: Recipe, rewards: list[Reward] | None) -> Task:
     from qerl.tasks.numbers import NumbersTask
     from qerl.tasks.rows import RowsTask
 
-    rewards = recipe_rewards(recipe, reward)
     name = recipe.task.name
     if name == "numbers":
         return NumbersTask(recipe.seed, rewards)

@@ -14,18 +14,22 @@ Row = dict[str, Any]  # "prompt": str or list of messages; every other key is a 
 class Task(ABC):
     """Dataset, prompt and reward of a run.
 
-    rewards: summed with their weights. solved_at: a greedy answer counts as right when its
-    reward reaches this; full marks are 1 from every function, so it is the sum of the weights.
+    rewards: summed with their weights. threshold: the recipe's task.solved_at.
+    solved_at: a greedy answer counts as right when its reward reaches this: the threshold, or else
+    full marks, which are 1 from every function, so the sum of the positive weights.
     uniform: every prompt has about the same length, so the rows need not all be rendered up
     front to find one that is too long.
     """
 
     name: str
     rewards: list[Reward]
+    threshold: float | None = None
     uniform: bool = False
 
     @property
     def solved_at(self) -> float:
+        if self.threshold is not None:
+            return self.threshold
         return sum(reward.weight for reward in self.rewards if reward.weight > 0)
 
     @abstractmethod

@@ -66,12 +66,65 @@ def train_prompts(
     return LazyPrompts(rows, Renderer(tokenizer, recipe, max_context)), 0
 
 
-class Renderer:
-    """Turns a row into a Prompt, or into None when it is to be dropped for its length."""
+def make_question(
+    prompt: str | list[Message],
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    max_context: int,
+    max_tokens: int | None = None,
+) -> Prompt:
+    """A prompt of the user's own, outside any dataset.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, max_context: int | None):
+    prompt: text is put as the task's rows put theirs; a list of messages is taken as it is.
+    max_tokens: longest answer, null for the recipe's. Raises QerlError naming the prompt or
+    max_tokens where there is no text, no valid message, or no room in the context (in tokens).
+    """
+    bare = not isinstance(prompt, str)
+    if not bare and not prompt.strip():
+        raise QerlError("prompt: it is empty; give it some text")
+    row = {"prompt": prompt if bare else task.ask(prompt)}
+    made = Renderer(tokenizer, recipe, None, bare=bare, where="prompt").rendered(0, row)
+    length = len(made.token_ids)
+    if length >= max_context:
+        raise QerlError(
+            f"prompt: it has {length} tokens, and the model's context of {max_context} leaves no "
+            "room for an answer; shorten it"
+        )
+    room = max_context - length
+    if max_tokens is not None and max_tokens > room:
+        raise QerlError(
+            f"max_tokens (--max-tokens): {max_tokens} is more than the model's context of "
+            f"{max_context} leaves beside a prompt of {length} tokens; at most {room} fit"
+        )
+    if (reserve := recipe.rollout.max_completion_tokens) > room and max_tokens is None:
+        raise QerlError(
+            f"prompt: it has {length} tokens, and the model's context of {max_context} does not "
+            f"hold an answer of {reserve} besides; shorten it, or allow a shorter answer: "
+            f"max_tokens (--max-tokens) up to {room}"
+        )
+    return made
+
+
+class Renderer:
+    """Turns a row into a Prompt, or into None when it is to be dropped for its length.
+
+    bare: the row's messages are taken as they are, without task.system, prefix and suffix.
+    where: what messages call the prompt (null: "task row <index>").
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        recipe: Recipe,
+        max_context: int | None,
+        *,
+        bare: bool = False,
+        where: str | None = None,
+    ):
         self.tokenizer = tokenizer
         self.task = recipe.task
+        self.bare, self.where = bare, where
         self.max_context = max_context
         self.reserve = max(
             recipe.rollout.max_completion_tokens, recipe.eval.max_completion_tokens or 0
@@ -80,22 +133,31 @@ class Renderer:
         self.bos = added_bos(tokenizer)
 
     def __call__(self, index: int, row: Row) -> Prompt | None:
-        messages = with_task_text(row_messages(index, row["prompt"]), self.task)
-        text = self.render(index, messages)
-        ids = encode(self.tokenizer, text, self.bos)
-        if not ids:
-            raise QerlError(f"task row {index}: the prompt is empty; give it some text")
-        if self.limit is not None and len(ids) > self.limit:
+        made = self.rendered(index, row)
+        length = len(made.token_ids)
+        if self.limit is not None and length > self.limit:
             if self.task.max_prompt_tokens is not None:
                 return None
-            raise self._too_long(index, len(ids))
+            raise self._too_long(index, length)
+        return made
+
+    def rendered(self, index: int, row: Row) -> Prompt:
+        """The row as a Prompt, of whatever length."""
+        where = self.where or f"task row {index}"
+        messages = row_messages(where, row["prompt"])
+        if not self.bare:
+            messages = with_task_text(messages, self.task)
+        text = self.render(where, messages)
+        ids = encode(self.tokenizer, text, self.bos)
+        if not ids:
+            raise QerlError(f"{where}: the prompt is empty; give it some text")
         columns = {key: value for key, value in row.items() if key != "prompt"}
         return Prompt(index, tuple(messages), text, tuple(ids), columns)
 
-    def render(self, index: int, messages: list[Message]) -> str:
+    def render(self, where: str, messages: list[Message]) -> str:
         """The text the model reads: the chat template's, or the bare text where there is none."""
         if not self.tokenizer.chat_template:
-            return plain_text(index, messages)
+            return plain_text(where, messages)
         from jinja2.exceptions import TemplateError
 
         extra: dict[str, Any] = dict(self.task.chat_template_kwargs)
@@ -108,7 +170,7 @@ class Renderer:
             )
         except TemplateError as error:
             raise QerlError(
-                f"task row {index}: the model's chat template refuses it: {error}; "
+                f"{where}: the model's chat template refuses it: {error}; "
                 "check the roles of its messages and task.system"
             ) from error
         assert isinstance(text, str)
@@ -134,14 +196,14 @@ class Renderer:
         )
 
 
-def row_messages(index: int, prompt: Any) -> list[Message]:
-    """A row's prompt as messages. Text becomes one user message."""
+def row_messages(where: str, prompt: Any) -> list[Message]:
+    """A row's prompt as messages. Text becomes one user message. where: for error messages."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     shape = isinstance(prompt, list | tuple) and len(prompt) > 0
     if not shape or not all(is_message(message) for message in prompt):
         raise QerlError(
-            f"task row {index}: the prompt is {shorten(prompt)}; it must be text or a list of "
+            f"{where}: the prompt is {shorten(prompt)}; it must be text or a list of "
             '{"role": …, "content": …} messages with text contents'
         )
     return [{"role": message["role"], "content": message["content"]} for message in prompt]
@@ -163,12 +225,12 @@ def with_task_text(messages: list[Message], task: TaskConfig) -> list[Message]:
     return messages
 
 
-def plain_text(index: int, messages: list[Message]) -> str:
+def plain_text(where: str, messages: list[Message]) -> str:
     """Text for a model without a chat template: an optional system text, then the prompt."""
     roles = [message["role"] for message in messages if message["role"] != "system"]
     if roles != ["user"]:
         raise QerlError(
-            f"task row {index}: a conversation ({', '.join(roles)}), but the model has no chat "
+            f"{where}: a conversation ({', '.join(roles)}), but the model has no chat "
             "template; give the prompt as text, or use an instruct model"
         )
     return "\n\n".join(message["content"] for message in messages)
