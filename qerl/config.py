@@ -135,10 +135,14 @@ class AlgorithmConfig(Section):
         "dr_grpo = by the constant group_size × prompts × max_completion_tokens.",
     )
     clip_low: float = Field(
-        default=0.2, ge=0, lt=1, description="Ratio clip: lower bound is 1 - clip_low."
+        default=0.2,
+        ge=0,
+        lt=1,
+        description="Ratio clip: lower bound is 1 - clip_low. With one update per rollout (all "
+        "there is so far) the ratio is exactly 1 and neither bound acts.",
     )
     clip_high: float = Field(
-        default=0.28, ge=0, description="Ratio clip: upper bound is 1 + clip_high."
+        default=0.28, ge=0, description="Ratio clip: upper bound is 1 + clip_high (see clip_low)."
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group",

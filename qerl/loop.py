@@ -32,6 +32,7 @@ from qerl.session import Session
 from qerl.types import Completion, Group, SamplingParams
 
 Report = Callable[[int, dict[str, float]], None]
+BAD_UPDATES = 5
 
 
 def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
@@ -167,13 +168,25 @@ def update(s: Session, step: int) -> dict[str, float]:
         check_gradients(s, parameters)
         metrics["grad_norm"] = norm = clip_gradients(parameters.values(), config.max_grad_norm)
         if not math.isfinite(norm):
+            refuse_divergence(s, lr)
             return metrics | {"grad_norm": math.nan}
+        s.progress.bad_in_a_row = 0
         for group in s.optimizer.param_groups:
             group["lr"] = lr
         s.optimizer.step()
     s.policy.version += 1
     s.engine.sync(s.policy.version)
     return metrics | {"qerl/skipped_step": 0.0}
+
+
+def refuse_divergence(s: Session, lr: float) -> None:
+    """One non-finite gradient may be bad luck; BAD_UPDATES in a row are a run that is lost."""
+    s.progress.bad_in_a_row += 1
+    if s.progress.bad_in_a_row >= BAD_UPDATES:
+        raise QerlError(
+            f"train.lr: gradients were not finite {BAD_UPDATES} steps in a row (learning rate "
+            f"{lr:.2g}); lower train.lr or train.max_grad_norm"
+        )
 
 
 def check_gradients(s: Session, parameters: dict[str, torch.nn.Parameter]) -> None:

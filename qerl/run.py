@@ -346,7 +346,7 @@ def final_report(run: Run) -> RenderableType:
     return render(
         run.summary,
         run.folder.path,
-        base=run.session.policy.base.hub_id,
+        base=run.session.policy.base.serve,
         rank=run.recipe.lora.rank,
         name=run.recipe.name,
         sample_rows=samples(run.samples),

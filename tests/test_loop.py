@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 
 import pytest
@@ -446,3 +447,14 @@ def test_schedule_is_a_function_of_the_recipe_alone(session):
     ids = [[c.token_ids for c in g.completions] for g in groups]
     assert ids == [[c.token_ids for c in g.completions] for g in again]
     assert replace(groups[0].prompt) == again[0].prompt
+
+
+def test_five_non_finite_gradients_in_a_row_stop_the_run(session):
+    s = session()
+    one_gradient(s)
+    parameters = adapter_parameters(s.policy.model)
+    next(iter(parameters.values())).grad[0, 0] = math.nan
+    for _ in range(4):
+        assert math.isnan(update(s, 1)["grad_norm"])
+    with pytest.raises(QerlError, match="train.lr: gradients were not finite 5 steps in a row"):
+        update(s, 1)

@@ -42,7 +42,7 @@ class Base:
     """A frozen base model, its tokenizer, and where they came from.
 
     source: the 16-bit model's directory; checkpoint: what was loaded (NVFP4, or `source`);
-    hub_id: the name an adapter should give as its base.
+    hub_id: the name an adapter should give as its base. serve: what a server should load.
     """
 
     model: PreTrainedModel
@@ -50,6 +50,7 @@ class Base:
     source: Path
     checkpoint: Path
     hub_id: str
+    serve: str
 
 
 def load_base(
@@ -73,7 +74,11 @@ def load_base(
     else:
         network = load_dense(source, dtype, device)
     network.requires_grad_(False).eval()
-    return Base(network, load_tokenizer(checkpoint), source, checkpoint, hub_id)
+    on_hub = not Path(model).expanduser().is_dir() and model != demo_model.MODEL_ID
+    # On a GPU vLLM reads the NVFP4 copy that was trained on; on a CPU it wants the 16-bit one.
+    wide = hub_id if on_hub else str(source)
+    serve = str(checkpoint) if device.type == "cuda" and format == "nvfp4" else wide
+    return Base(network, load_tokenizer(checkpoint), source, checkpoint, hub_id, serve)
 
 
 def load_dense(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
