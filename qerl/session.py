@@ -156,6 +156,7 @@ class Session:
                 f"qerl.resume({str(self.folder.path)!r}, reward=…)"
             )
         self.progress = saved
+        self.progress.bad_in_a_row = 0  # whoever resumes has seen the message
         self.policy.version = self.progress.version
         self.metrics.truncate_after(self.progress.step)
         self.completions.truncate_after(self.progress.step)
