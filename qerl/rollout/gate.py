@@ -32,7 +32,7 @@ BOUNDS = {
     torch.bfloat16: (float("inf"), 0.05, 5e-3),
     torch.float16: (float("inf"), 0.05, 5e-3),
 }
-TOKENS = 4
+TOKENS = 3
 SAMPLES = 2
 PROBES = 2
 CANARY_SEED = 20_11_69  # any fixed number: the same B for every run
