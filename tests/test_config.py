@@ -293,7 +293,7 @@ def test_a_refused_assignment_changes_nothing():
     with pytest.raises(QerlError, match="algorithm.correction: none contradicts"):
         recipe.noise.credit = "corrected"
         recipe.algorithm = recipe.algorithm.model_copy(update={"correction": "none"})
-    assert (recipe.train.steps, recipe.noise.sigma_end) == (24, 5e-4)
+    assert recipe == Recipe.load(DEMO)
     assert recipe.algorithm.correction == "truncate"
 
 
@@ -373,7 +373,7 @@ def test_changed_keys():
     assert changed_keys(old, new) == {
         "seed": (0, 4),
         "lora.targets": ("all-linear", ["q_proj"]),
-        "train.steps": (24, 30),
+        "train.steps": (old.train.steps, 30),
     }
 
 
