@@ -1,7 +1,7 @@
 """A shortened demo on the real 135M model: it learns, and its adapter works without qerl.
 
-One training run serves every test here: 8 of the demo's 24 steps and 40 held-out prompts, in fp32
-so that another program's greedy answers can be compared one by one.
+One training run serves every test here: ten steps, at a learning rate for so short a run, and 40
+held-out prompts, in fp32 so that another program's greedy answers can be compared one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from demo_home import shared_home
 
 from qerl.config import Recipe
 
-STEPS, PROMPTS = 8, 40
+STEPS, PROMPTS = 10, 40
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +28,9 @@ def run(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("demo")
     changes = {
         "train.steps": STEPS,
+        "train.lr": 7e-4,
+        "train.warmup_steps": 1,
+        "train.max_grad_norm": 1.0,
         "eval.prompts": PROMPTS,
         "seed": 3,
         "dtype": "float32",
@@ -71,14 +74,14 @@ def metrics(run) -> list[dict[str, float]]:
 
 
 def test_the_reward_rises(run):
-    """Measured with this seed: 0.31 0.37 0.38 0.46 0.72 0.70 0.89 0.86 (another: 0.34 to 0.64)."""
+    """The full demo's curves are in benchmarks/results; they differ by seed and processor."""
     rewards = [row["reward"] for row in metrics(run)]
     assert len(rewards) == STEPS
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
 
 
 def test_held_out_accuracy_rises(run):
-    """Measured with this seed: 20% before, 80% after. Chance, given the format, is 25%."""
+    """About a fifth is right before. Chance, given the format, is 25%."""
     before, after = run.summary["before"], run.summary["after"]
     assert after["accuracy"] > before["accuracy"] + 0.2
 
