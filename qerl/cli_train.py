@@ -193,6 +193,6 @@ def _model_config(model: str, say: Callable[[str], None]) -> Any:
 
     source = model if is_hub_id(model) else resolve_model(model, say)[0]
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise QerlError(f"model: no configuration of '{model}' ({first_line(error)})") from error

@@ -211,3 +211,16 @@ def test_a_damaged_checkpoint_is_one_line(tiny_dir: Path, tmp_path: Path, format
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_a_checkpoints_own_code_never_runs(tiny_dir: Path, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_dir, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    for format in ("nvfp4", "bf16"):
+        with pytest.raises(QerlError, match="model: "):
+            load_policy(Recipe(model=str(folder), format=format, device="cpu"))
+    assert not (tmp_path / "ran").exists()

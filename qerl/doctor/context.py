@@ -106,7 +106,7 @@ class Context:
             from transformers import AutoConfig
 
             try:
-                config = AutoConfig.from_pretrained(self.source)
+                config = AutoConfig.from_pretrained(self.source, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 reason = " ".join(str(error).split())
                 raise QerlError(f"model: '{self.source}' has no usable config: {reason}") from error

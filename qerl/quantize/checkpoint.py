@@ -101,7 +101,7 @@ def _skeleton(src: Path) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(src)
+        config = AutoConfig.from_pretrained(src, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:
