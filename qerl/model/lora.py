@@ -6,6 +6,8 @@ that pyproject.toml allows.
 
 from __future__ import annotations
 
+import warnings
+
 import peft
 import torch
 from peft.tuners.lora.layer import LoraLayer
@@ -34,7 +36,9 @@ def attach_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> pef
         task_type="CAUSAL_LM",
     )
     lora._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT warns of layer types it does not know; this one comes with the layer registered above.
+        warnings.filterwarnings("ignore", message="Unsupported layer type", category=UserWarning)
         torch.manual_seed(seed)
         wrapped = peft.get_peft_model(model, lora, adapter_name=ADAPTER)
     for name, parameter in wrapped.named_parameters():
