@@ -87,7 +87,8 @@ def next_commands(
 
 def samples(groups: Sequence[SampledGroup], n: int = 3) -> list[dict[str, Any]]:
     """`n` completions spread evenly over `groups`: chosen by position, never by reward."""
-    picked = [groups[i * len(groups) // n] for i in range(min(n, len(groups)))] if groups else []
+    n = min(n, len(groups))
+    picked = [groups[i * len(groups) // n] for i in range(n)]
     return [
         {
             "prompt": _question(group),

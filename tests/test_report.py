@@ -89,6 +89,10 @@ def group(i):
 def test_samples_are_chosen_by_position():
     picked = report.samples([group(i) for i in range(200)])
     assert [row["prompt"] for row in picked] == ["question 0", "question 66", "question 133"]
+    assert [row["prompt"] for row in report.samples([group(0), group(1)])] == [
+        "question 0",
+        "question 1",
+    ]
     assert len(report.samples([group(0)])) == 1 and report.samples([]) == []
 
 

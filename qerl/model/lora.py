@@ -37,7 +37,7 @@ def attach_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> pef
     )
     lora._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT warns of layer types it does not know; this one comes with the layer registered above.
+        # PEFT warns of layer types it does not know; this one has the layer registered above.
         warnings.filterwarnings("ignore", message="Unsupported layer type", category=UserWarning)
         torch.manual_seed(seed)
         wrapped = peft.get_peft_model(model, lora, adapter_name=ADAPTER)
