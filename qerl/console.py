@@ -102,7 +102,6 @@ class Screen:
         self._seen: list[tuple[int, float]] = []
 
     def __enter__(self) -> Screen:
-        self._begin = time.monotonic()
         if self.live:
             # stderr is left alone: `quiet_third_party` owns it.
             self._live = Live(

@@ -6,13 +6,12 @@ It asks any engine, so the base, an adapter and a merged model are judged alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from qerl.config import Recipe
 from qerl.errors import QerlError
 from qerl.reward import score_groups
-from qerl.stats import mcnemar, wilson
+from qerl.stats import wilson
 from qerl.tasks.base import Task
 from qerl.types import Completion, EvalResult, Group, Prompt, SamplingParams
 
@@ -80,26 +79,3 @@ def answer(group: Group) -> Completion:
 
 def is_solved(task: Task, completion: Completion) -> bool:
     return completion.reward >= task.solved_at - TOLERANCE
-
-
-@dataclass(frozen=True, slots=True)
-class PairedChange:
-    """Two evaluations of the same prompts, compared prompt by prompt.
-
-    gained, lost: prompts solved only after, only before. p: exact two-sided McNemar p-value.
-    """
-
-    gained: int
-    lost: int
-    p: float
-
-
-def paired_change(task: Task, before: Sequence[Group], after: Sequence[Group]) -> PairedChange:
-    """What changed between two evaluations; they must be of the same prompts, in order."""
-    assert [group.prompt.index for group in before] == [group.prompt.index for group in after]
-    pairs = [
-        (is_solved(task, answer(old)), is_solved(task, answer(new)))
-        for old, new in zip(before, after, strict=True)
-    ]
-    gained, lost = pairs.count((False, True)), pairs.count((True, False))
-    return PairedChange(gained, lost, mcnemar(gained, lost))

@@ -33,6 +33,7 @@ from qerl.types import Completion, Group, SamplingParams
 
 Report = Callable[[int, dict[str, float]], None]
 BAD_UPDATES = 5
+CLIP_METRICS = ("clip_ratio/low_mean", "clip_ratio/high_mean")
 
 
 def run_steps(s: Session, interrupts: Interrupts, report: Report) -> None:
@@ -93,25 +94,22 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
     a, policy = s.recipe.algorithm, s.policy
     kept = trained_groups(s, groups)
     batches = pack(kept, s.recipe.train.tokens_per_micro_batch, policy.device)
-    # Skipped groups count in the divisors: leaving them out saves work and changes no gradient.
-    lengths = [len(c.token_ids) * is_trained(s, c) for g in groups for c in g.completions]
-    r = s.recipe.rollout
-    budget = r.prompts_per_step * r.group_size * r.max_completion_tokens
-    totals = Totals.count(lengths, budget, len(batches))
+    totals = step_totals(s, groups, len(batches))
     credit = s.recipe.noise.credit if s.noise is not None else "shared"
     shared = credit == "shared"
     losses, pairs, clipped = [], [], []
     for number, batch in enumerate(batches):
         with s.timer("forward"), noise(s, step, shared), dropout_seed(s, step, number):
             policy.model.train()
-            logp, _ = policy.logprobs(batch, r.temperature)
+            logp, _ = policy.logprobs(batch, s.recipe.rollout.temperature)
+            recorded, mask = batch.recorded(), token_mask(s, batch)
             out = policy_loss(
                 logp,
-                batch.recorded(),
+                recorded,
                 logp.detach(),  # one update per rollout: the clip's anchor is the policy itself
                 batch.per_token([c.advantage for c in batch.completions]),
                 batch.row,
-                token_mask(s, batch),
+                mask,
                 totals=totals,
                 loss=a.loss,
                 clip_low=a.clip_low,
@@ -128,15 +126,25 @@ def accumulate(s: Session, step: int, groups: list[Group]) -> dict[str, float]:
             with s.timer("backward"):
                 out.loss.backward()
         losses.append(out.loss.detach())
-        pairs.append((logp.detach(), batch.recorded()))
-        clipped.append({k: v * len(logp) for k, v in out.metrics.items() if "clip_ratio" in k})
+        pairs.append((logp.detach()[mask], recorded[mask]))
+        clipped.append({k: out.metrics[k] * len(pairs[-1][0]) for k in CLIP_METRICS})
     metrics = {"loss": float(sum(losses)), "qerl/trained_groups": float(len(kept))}
     if pairs:
         logp, recorded = (torch.cat(side) for side in zip(*pairs, strict=True))
         metrics |= mismatch_metrics(logp, recorded)
-        for key in ("clip_ratio/low_mean", "clip_ratio/high_mean"):
-            metrics[key] = sum(part.get(key, 0.0) for part in clipped) / len(logp)
+        metrics |= {k: sum(part[k] for part in clipped) / len(logp) for k in CLIP_METRICS}
     return metrics
+
+
+def step_totals(s: Session, groups: list[Group], micro_batches: int) -> Totals:
+    """The loss's divisors, over all groups of the step.
+
+    Groups left out for want of variance count too: that saves work and changes no gradient.
+    """
+    r = s.recipe.rollout
+    lengths = [len(c.token_ids) * is_trained(s, c) for g in groups for c in g.completions]
+    budget = r.prompts_per_step * r.group_size * r.max_completion_tokens
+    return Totals.count(lengths, budget, micro_batches)
 
 
 def trained_groups(s: Session, groups: list[Group]) -> list[Group]:

@@ -19,13 +19,3 @@ def wilson(k: int, n: int) -> tuple[float, float]:
     half = Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     # At the ends one bound is exactly 0 or 1; rounding must not put it outside.
     return (0.0 if k == 0 else centre - half), (1.0 if k == n else centre + half)
-
-
-def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided exact McNemar p-value: `gained` prompts newly solved, `lost` no longer solved.
-
-    Under "no change" each discordant prompt is a fair coin, so p is a binomial tail, doubled.
-    """
-    n = gained + lost
-    tail = sum(math.comb(n, i) for i in range(min(gained, lost) + 1))
-    return min(1.0, 2 * tail / 2**n)

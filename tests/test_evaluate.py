@@ -4,7 +4,7 @@ import pytest
 
 from qerl.config import Recipe
 from qerl.errors import QerlError
-from qerl.evaluate import evaluate, paired_change
+from qerl.evaluate import evaluate
 from qerl.reward import Reward
 from qerl.stats import wilson
 from qerl.tasks import Task
@@ -104,17 +104,3 @@ def test_a_threshold_of_the_recipes_takes_the_place_of_full_marks():
 def test_no_prompts():
     with pytest.raises(QerlError, match="eval: there are no held-out prompts"):
         evaluate(FixedEngine([]), FixedTask(Reward("exact", exact)), [], make_recipe())
-
-
-def test_paired_change():
-    task, prompts = FixedTask(Reward("exact", exact)), make_prompts(*"abcdefgh")
-
-    def run(answers):
-        engine = FixedEngine([(a, 1, "stop") for a in answers])
-        return evaluate(engine, task, prompts, make_recipe())[1]
-
-    before, after = run("axxxxxxh"), run("abcdefxx")
-    change = paired_change(task, before, after)
-    # b c d e f gained, h lost: 2·(1 + 6)/64.
-    assert (change.gained, change.lost) == (5, 1)
-    assert change.p == pytest.approx(14 / 64)

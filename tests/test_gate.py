@@ -220,3 +220,13 @@ def test_small_adapters_and_dropout_are_no_fault(sharp_dir, tmp_path, dtype, lor
     for fault in (IgnoresAdapter, WrongScale):
         with pytest.raises(QerlError, match="nothing was trained"):
             run_gate(fault(policy), policy, PROMPTS, 1.0)
+
+
+def test_an_engine_with_a_copy_is_told_of_the_canary_and_of_its_end(policy):
+    class Copied(Stale):
+        def sync(self, version):
+            self.frozen.policy.model.load_state_dict(self.policy.model.state_dict())
+
+    engine = Copied(policy)
+    assert run_gate(engine, policy, PROMPTS, 1.0).moved > 0
+    assert checksum(engine.frozen.policy.model) == checksum(policy.model)

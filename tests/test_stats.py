@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from qerl.stats import Z95, mcnemar, wilson
+from qerl.stats import Z95, wilson
 
 
 def test_wilson_at_a_half():
@@ -31,11 +31,3 @@ def test_wilson_inverts_the_score_test():
     # Both bounds p solve |k/n - p| = z·sqrt(p(1-p)/n).
     for p in wilson(34, 200):
         assert abs(34 / 200 - p) == pytest.approx(Z95 * math.sqrt(p * (1 - p) / 200), abs=1e-12)
-
-
-def test_mcnemar_by_hand():
-    # 5 against 1: 2·(C(6,0) + C(6,1)) / 2^6 = 14/64.
-    assert mcnemar(5, 1) == pytest.approx(14 / 64)
-    assert mcnemar(1, 5) == mcnemar(5, 1)
-    assert mcnemar(10, 0) == pytest.approx(2 / 1024)
-    assert mcnemar(0, 0) == 1.0 and mcnemar(3, 3) == 1.0

@@ -9,13 +9,9 @@ from qerl.types import Group, Prompt, SamplingParams
 
 
 class Engine(Protocol):
-    """Samples groups of completions from the current policy.
-
-    name: as in `rollout.engine`. supports_noise: whether norms can carry exploration noise.
-    """
+    """Samples groups of completions from the current policy. name: as in `rollout.engine`."""
 
     name: str
-    supports_noise: bool
 
     def sample(
         self,
@@ -32,7 +28,7 @@ class Engine(Protocol):
         ...
 
     def sync(self, version: int) -> None:
-        """The adapter now has this version: what follows must be sampled from it."""
+        """The adapter was written to: what follows must be sampled from it, as this version."""
         ...
 
     def close(self) -> None:

@@ -106,9 +106,11 @@ def run_gate(
         require(noisy, policy.dtype, "exploration noise")
     for scale in CANARY_SCALES:
         with Canary(policy, scale):
+            engine.sync(policy.version)
             after = engine.sample(probes, params)
             canary = compare(policy, after, temperature)
             plain = compare_plain(policy, after, temperature)
+        engine.sync(policy.version)  # B is back: an engine with a copy must hear of that too
         require(canary, policy.dtype, "a canary adapter")
         require(plain, policy.dtype, "transformers' own forward in the trainer's place")
         moved = first_token_change(before, after)

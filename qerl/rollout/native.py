@@ -34,7 +34,6 @@ class NativeEngine:
     """
 
     name = "native"
-    supports_noise = True
 
     def __init__(self, policy: Policy, *, max_rows: int = 256, prefill_tokens: int = 4096) -> None:
         self.policy = policy
