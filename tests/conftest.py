@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Kernels run in Triton's interpreter here; it is chosen when a kernel is decorated, at import.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from qerl_kernels import layout, matmul, ops, quantize, reference
+from qerl_kernels import cpu, layout, ops, quantize, reference
 
 # One output rounding plus fp32 accumulation, relative to Σ|x·w|.
 TOLERANCE = {
@@ -233,7 +233,7 @@ def test_a_changed_copy_is_found_and_a_stale_one_is_not_meant():
         ops.nvfp4_matmul(torch.zeros(1, 64, dtype=dtype), *w)
         ops.nvfp4_matmul(torch.zeros(1, 64, dtype=dtype), *other)
     assert ops.verify_cache() == []
-    copy = matmul._cache[w[0]].weights[torch.bfloat16]
+    copy = cpu._cache[w[0]].weights[torch.bfloat16]
     zero = (copy == 0).nonzero()[0]
     copy[tuple(zero)] *= -1  # the sign of a zero: equal as a number, not as bits
     (found,) = ops.verify_cache()

@@ -26,7 +26,7 @@ from qerl.run import open_run, resume, train
 from qerl.run_folder import RunFolder, list_runs
 from qerl.session import Session
 from qerl.types import EvalResult
-from qerl_kernels import matmul
+from qerl_kernels import cpu
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_changed_unpacked_copy_is_noticed_and_nothing_is_saved(tiny_dir, tmp_p
     def corrupt(completion_ids, **_):
         network = run_module._open.session.policy.network
         packed = network.get_parameter("model.layers.1.mlp.up_proj.base_layer.weight")
-        matmul._cache[packed].weights[torch.float32][3, 5] += 1
+        cpu._cache[packed].weights[torch.float32][3, 5] += 1
         return short(completion_ids)
 
     recipe = tiny_run_recipe(tiny_dir, tmp_path, train__steps=1, eval__at_start=False)

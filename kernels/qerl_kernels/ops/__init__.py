@@ -1,0 +1,16 @@
+"""The only door to this package: PyTorch operators `qerl::…` and thin functions in front of them.
+
+Registered with `torch.library` (schema, shapes for meta tensors, autograd), so `torch.compile`
+and `opcheck` see them whole. A weight is three tensors (see `layout`): packed uint8 [N, K/2],
+scale float8_e4m3fn [N, K/16] and global_scale float32 [1], a divisor: w = v·s/g.
+"""
+
+from qerl_kernels.cpu import cache_bytes, clear_cache, verify_cache
+from qerl_kernels.launch import batch_invariant, interpreting, is_batch_invariant
+from qerl_kernels.ops.linear import nvfp4_matmul, nvfp4_matmul_t
+from qerl_kernels.ops.logprob import linear_logprob
+
+__all__ = [
+    "batch_invariant", "cache_bytes", "clear_cache", "interpreting", "is_batch_invariant",
+    "linear_logprob", "nvfp4_matmul", "nvfp4_matmul_t", "verify_cache",
+]  # fmt: skip
