@@ -34,16 +34,19 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def check_weight(
-    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None = None
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    name: str = "packed",
 ) -> None:
-    """Raise ValueError unless the tensors belong together as one NVFP4 weight."""
+    """Raise ValueError, naming the layer, unless the tensors are together one NVFP4 weight."""
     if packed.dtype != torch.uint8 or packed.dim() != 2:
         raise ValueError(
-            f"packed must be uint8 [N, K/2], found {packed.dtype} {tuple(packed.shape)}"
+            f"{name} must be uint8 [N, K/2], found {packed.dtype} {tuple(packed.shape)}"
         )
     n, half_k = packed.shape
     if half_k % (BLOCK // 2):
-        raise ValueError(f"K must be a multiple of {BLOCK}, found {2 * half_k}")
+        raise ValueError(f"{name}: K must be a multiple of {BLOCK}, found {2 * half_k}")
     if scale.dtype not in SCALE_DTYPES or scale.shape != (n, 2 * half_k // BLOCK):
         raise ValueError(
             f"scale must be float8_e4m3fn (or its bytes) [{n}, {2 * half_k // BLOCK}] for codes "

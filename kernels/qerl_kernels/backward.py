@@ -1,0 +1,169 @@
+"""dX = dY W from the same packed buffer that the forward reads: no transposed or 16-bit copy.
+
+The contraction runs over the weight's rows, so its tile is the right operand and goes through
+shared memory; the adapter's share, v A with v = dY B, joins the accumulator after the tensor's
+divisor. Shape letters: M tokens, N outputs, K inputs, R adapter rank, G groups of 128 along K.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl_kernels import dispatch, launch, repack
+from qerl_kernels.device import dot, unpack_tile
+from qerl_kernels.dispatch import Tile
+from qerl_kernels.matmul import UNSCALE
+from qerl_kernels.variants import Variant
+
+
+@triton.jit
+def _nvfp4_matmul_t_kernel(
+    dy_ptr,  # [M, N]
+    codes_ptr,  # int32 [N, 16·G]
+    scales_ptr,  # int32 [N, 2·G]
+    global_ptr,  # fp32 [1]
+    v_ptr,  # [M, R]
+    a_ptr,  # [R, K]
+    dx_ptr,  # [M, K]
+    M,
+    N,
+    K,
+    G,
+    R,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BR: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    FMA: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    BK: tl.constexpr = 128 * GROUPS
+    pid_k, pid_m = tl.program_id(0), tl.program_id(1)
+    rows_m = tl.minimum(pid_m * BM + tl.arange(0, BM), M - 1).to(tl.int64)
+    n = tl.arange(0, BN)
+    # Groups past the last one repeat it: their columns are not stored.
+    word = pid_k * (16 * GROUPS) + tl.arange(0, 16 * GROUPS)
+    pair = pid_k * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)
+    if GROUPS > 1:
+        word = tl.minimum(word, G * 16 - 1)
+        pair = tl.minimum(pair, G * 2 - 1)
+    dy_ptrs = dy_ptr + rows_m[:, None] * N + n[None, :]
+    code_ptrs = codes_ptr + n[:, None].to(tl.int64) * (G * 16) + word[None, :]
+    scale_ptrs = scales_ptr + n[:, None].to(tl.int64) * (G * 2) + pair[None, :]
+    acc = tl.zeros((BM, BK), tl.float32)
+    for start in range(0, N, BN):
+        if EVEN_N:
+            words = tl.load(code_ptrs)
+            scales = tl.load(scale_ptrs)
+            dy = tl.load(dy_ptrs)
+        else:
+            inside = start + n < N
+            words = tl.load(code_ptrs, mask=inside[:, None], other=0)
+            scales = tl.load(scale_ptrs, mask=inside[:, None], other=0)
+            dy = tl.load(dy_ptrs, mask=inside[None, :], other=0.0)
+        acc = dot(dy, unpack_tile(words, scales, BN, GROUPS, dy.dtype, FMA, WIDE), acc)
+        dy_ptrs += BN
+        code_ptrs += BN * (G * 16)
+        scale_ptrs += BN * (G * 2)
+    acc = acc * (UNSCALE / tl.load(global_ptr))
+    out_m = pid_m * BM + tl.arange(0, BM)
+    out_k = pid_k * BK + tl.arange(0, BK)
+    if HAS_LORA:
+        for start in range(0, R, BR):
+            r = start + tl.arange(0, BR)
+            v = tl.load(v_ptr + rows_m[:, None] * R + r[None, :], mask=r[None, :] < R, other=0.0)
+            a = tl.load(
+                a_ptr + r[:, None] * K + out_k[None, :],
+                mask=(r[:, None] < R) & (out_k[None, :] < K),
+                other=0.0,
+            )
+            acc = dot(v, a, acc)
+    mask = (out_m[:, None] < M) & (out_k[None, :] < K)
+    offsets = out_m.to(tl.int64)[:, None] * K + out_k[None, :]
+    tl.store(dx_ptr + offsets, acc.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(dy, codes, scales, global_scale, in_features, v, a) -> tuple[int, int]:
+    """(M, N), or ValueError naming the argument that does not fit."""
+    repack.check_repacked(codes, scales, in_features)
+    n = codes.shape[0]
+    launch.check("dy", dy, dtype=(torch.bfloat16, torch.float16), shape=(None, n))
+    launch.check("codes", codes, like=dy)
+    launch.check("scales", scales, like=dy)
+    launch.check("global_scale", global_scale, dtype=torch.float32, shape=(1,), like=dy)
+    m = dy.shape[0]
+    if (v is None) != (a is None):
+        raise ValueError("v and a, the adapter's two factors, are given together or not at all")
+    if v is not None and a is not None:
+        launch.check("v", v, dtype=dy.dtype, shape=(m, None), like=dy)
+        launch.check("a", a, dtype=dy.dtype, shape=(v.shape[1], in_features), like=dy)
+    return m, n
+
+
+def nvfp4_matmul_t(
+    dy: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    global_scale: Tensor,
+    in_features: int,
+    v: Tensor | None = None,
+    a: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """dy [M, N] @ W (+ v [M, R] @ a [R, K]) → [M, K] in dy's dtype, bf16 or fp16.
+
+    codes, scales: repacked for this device, K = in_features. tile: instead of the one the dispatch
+    would choose. Raises ValueError naming the argument that does not fit.
+    """
+    m, n = _check(dy, codes, scales, global_scale, in_features, v, a)
+    tile = tile or dispatch.fused_tile("backward", m, dy.device)
+    dx = dy.new_empty(m, in_features)
+    if m == 0:
+        return dx
+    rank = 0 if v is None else v.shape[1]
+    grid = (triton.cdiv(in_features, 128 * tile.groups), triton.cdiv(m, tile.bm))
+    flags = dispatch.flags(dy.device)
+    _nvfp4_matmul_t_kernel[grid](
+        dy, codes, scales, global_scale, dy if v is None else v, dy if a is None else a, dx,
+        m, n, in_features, repack.groups(in_features), rank,
+        BM=tile.bm, BN=tile.bn, GROUPS=tile.groups, BR=32, HAS_LORA=rank > 0,
+        EVEN_N=n % tile.bn == 0, FMA=flags["FMA"], WIDE=flags["WIDE"],
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dx
+
+
+def variants() -> Iterator[Variant]:
+    """Every compilation the dispatch can choose, with the adapter's product."""
+    for target, tiles in dispatch.all_tiles("backward"):
+        for tile in tiles:
+            for dtype in ("bf16", "fp16"):
+                yield _variant(tile, dtype, target)
+
+
+def _variant(tile: Tile, dtype: str, target: int) -> Variant:
+    half, flags = f"*{dtype}", dispatch.target_flags(target)
+    return Variant(
+        kernel="nvfp4_matmul_t",
+        tile=f"{tile} {dtype}",
+        function=_nvfp4_matmul_t_kernel,
+        types={
+            "dy_ptr": half, "codes_ptr": "*i32", "scales_ptr": "*i32", "global_ptr": "*fp32",
+            "v_ptr": half, "a_ptr": half, "dx_ptr": half,
+            **dict.fromkeys(("M", "N", "K", "G", "R"), "i32"),
+        },
+        constexprs={
+            "BM": tile.bm, "BN": tile.bn, "GROUPS": tile.groups, "BR": 32, "HAS_LORA": True,
+            "EVEN_N": True, "FMA": flags["FMA"], "WIDE": flags["WIDE"],
+        },
+        divisible=frozenset({"N", "K"}),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        elements=tile.bn * 128 * tile.groups,
+        targets=(target,),
+    )  # fmt: skip
