@@ -38,38 +38,37 @@ def _nvfp4_matmul_t_kernel(
     GROUPS: tl.constexpr,
     BR: tl.constexpr,
     HAS_LORA: tl.constexpr,
-    EVEN_N: tl.constexpr,
+    EVEN: tl.constexpr,
     FMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     BK: tl.constexpr = 128 * GROUPS
     pid_k, pid_m = tl.program_id(0), tl.program_id(1)
-    rows_m = tl.minimum(pid_m * BM + tl.arange(0, BM), M - 1).to(tl.int64)
+    rows_m = tl.minimum(pid_m * BM + tl.arange(0, BM), M - 1)
     n = tl.arange(0, BN)
-    # Groups past the last one repeat it: their columns are not stored.
     word = pid_k * (16 * GROUPS) + tl.arange(0, 16 * GROUPS)
     pair = pid_k * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)
-    if GROUPS > 1:
-        word = tl.minimum(word, G * 16 - 1)
-        pair = tl.minimum(pair, G * 2 - 1)
-    dy_ptrs = dy_ptr + rows_m[:, None] * N + n[None, :]
-    code_ptrs = codes_ptr + n[:, None].to(tl.int64) * (G * 16) + word[None, :]
-    scale_ptrs = scales_ptr + n[:, None].to(tl.int64) * (G * 2) + pair[None, :]
+    # Bases move, offsets stay: one scalar addition a step instead of one for every pointer.
+    dy_offsets = rows_m[:, None] * N + n[None, :]
+    code_offsets = n[:, None] * (G * 16) + word[None, :]
+    scale_offsets = n[:, None] * (G * 2) + pair[None, :]
     acc = tl.zeros((BM, BK), tl.float32)
     for start in range(0, N, BN):
-        if EVEN_N:
-            words = tl.load(code_ptrs)
-            scales = tl.load(scale_ptrs)
-            dy = tl.load(dy_ptrs)
+        if EVEN:
+            words = tl.load(codes_ptr + code_offsets)
+            scales = tl.load(scales_ptr + scale_offsets)
+            dy = tl.load(dy_ptr + dy_offsets)
         else:
             inside = start + n < N
-            words = tl.load(code_ptrs, mask=inside[:, None], other=0)
-            scales = tl.load(scale_ptrs, mask=inside[:, None], other=0)
-            dy = tl.load(dy_ptrs, mask=inside[None, :], other=0.0)
+            word_mask = inside[:, None] & (word < G * 16)[None, :]
+            pair_mask = inside[:, None] & (pair < G * 2)[None, :]
+            words = tl.load(codes_ptr + code_offsets, mask=word_mask, other=0)
+            scales = tl.load(scales_ptr + scale_offsets, mask=pair_mask, other=0)
+            dy = tl.load(dy_ptr + dy_offsets, mask=inside[None, :], other=0.0)
         acc = dot(dy, unpack_tile(words, scales, BN, GROUPS, dy.dtype, FMA, WIDE), acc)
-        dy_ptrs += BN
-        code_ptrs += BN * (G * 16)
-        scale_ptrs += BN * (G * 2)
+        dy_ptr += BN
+        codes_ptr += BN * (G * 16)
+        scales_ptr += BN * (G * 2)
     acc = acc * (UNSCALE / tl.load(global_ptr))
     out_m = pid_m * BM + tl.arange(0, BM)
     out_k = pid_k * BK + tl.arange(0, BK)
@@ -126,13 +125,15 @@ def nvfp4_matmul_t(
     if m == 0:
         return dx
     rank = 0 if v is None else v.shape[1]
-    grid = (triton.cdiv(in_features, 128 * tile.groups), triton.cdiv(m, tile.bm))
+    groups = repack.groups(in_features)
+    grid = (triton.cdiv(groups, tile.groups), triton.cdiv(m, tile.bm))
     flags = dispatch.flags(dy.device)
     _nvfp4_matmul_t_kernel[grid](
         dy, codes, scales, global_scale, dy if v is None else v, dy if a is None else a, dx,
-        m, n, in_features, repack.groups(in_features), rank,
-        BM=tile.bm, BN=tile.bn, GROUPS=tile.groups, BR=32, HAS_LORA=rank > 0,
-        EVEN_N=n % tile.bn == 0, FMA=flags["FMA"], WIDE=flags["WIDE"],
+        m, n, in_features, groups, rank,
+        BM=tile.bm, BN=tile.bn, GROUPS=tile.groups, BR=16, HAS_LORA=rank > 0,
+        EVEN=n % tile.bn == 0 and groups % tile.groups == 0,
+        FMA=flags["FMA"], WIDE=flags["WIDE"],
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dx
@@ -158,8 +159,8 @@ def _variant(tile: Tile, dtype: str, target: int) -> Variant:
             **dict.fromkeys(("M", "N", "K", "G", "R"), "i32"),
         },
         constexprs={
-            "BM": tile.bm, "BN": tile.bn, "GROUPS": tile.groups, "BR": 32, "HAS_LORA": True,
-            "EVEN_N": True, "FMA": flags["FMA"], "WIDE": flags["WIDE"],
+            "BM": tile.bm, "BN": tile.bn, "GROUPS": tile.groups, "BR": 16, "HAS_LORA": True,
+            "EVEN": True, "FMA": flags["FMA"], "WIDE": flags["WIDE"],
         },
         divisible=frozenset({"N", "K"}),
         num_warps=tile.warps,

@@ -1,4 +1,4 @@
-"""Multiplying by a packed NVFP4 weight: the CPU path and its cache, and a plain CUDA path.
+"""Multiplying by a packed NVFP4 weight on the CPU, through a cache of unpacked copies.
 
 The block scales are folded into the weight before the product (v·s is exact in 16 bits) and the
 tensor's divisor g after it, in fp32: what remains is accumulation and one output rounding.
@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from qerl_kernels.launch import is_batch_invariant
 from qerl_kernels.layout import check_global_scale
 from qerl_kernels.quantize import unscaled
 
@@ -24,6 +25,8 @@ class _Entry:
     weights: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
 
+# Rows of one product in batch-invariant mode.
+_BLOCK_ROWS = 16
 # Keyed on the identity of the packed tensor: an entry dies with its weight.
 _cache = WeakIdKeyDictionary()
 _inverses = WeakIdKeyDictionary()
@@ -90,6 +93,15 @@ def _blas(
     return torch.addmm(bias, x, weight, alpha=alpha)
 
 
+def _in_blocks(
+    x: torch.Tensor, weight: torch.Tensor, alpha: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`_blas` in products of one shape, so that no row depends on how many there are."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % _BLOCK_ROWS))
+    blocks = [_blas(rows, weight, alpha, bias) for rows in padded.split(_BLOCK_ROWS)]
+    return torch.cat(blocks)[: x.shape[0]] if blocks else _blas(x, weight, alpha, bias)
+
+
 def _product(
     x: torch.Tensor, weight: torch.Tensor, alpha: float, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -99,13 +111,16 @@ def _product(
     result is rounded once.
     """
     if x.dtype in (torch.float32, torch.float64):
-        return _blas(x, weight, alpha, bias)
+        return (_in_blocks if is_batch_invariant() else _blas)(x, weight, alpha, bias)
     wide_bias = None if bias is None else bias.float()
-    return _blas(x.float(), weight.float(), alpha, wide_bias).to(x.dtype)
+    return _product(x.float(), weight.float(), alpha, wide_bias).to(x.dtype)
 
 
-def _inverse(global_scale: torch.Tensor) -> float:
-    """1/g as a Python number. Off the CPU reading it stalls the device, so it is remembered."""
+def inverse(global_scale: torch.Tensor) -> float:
+    """1/g as a Python number. Off the CPU reading it stalls the device, so it is remembered.
+
+    `ops.repack` asks first, so that nothing stalls (or breaks a CUDA graph's capture) later.
+    """
     check_global_scale(global_scale)
     if global_scale.is_cpu:
         return 1.0 / global_scale.item()
@@ -139,7 +154,7 @@ def matmul_cpu(
 ) -> torch.Tensor:
     """x [*, K] → [*, N], through the cache."""
     weight = cached_weight(packed, scale, x.dtype).t()
-    return _shaped(_product(_checked(x, weight), weight, _inverse(global_scale), bias), x)
+    return _shaped(_product(_checked(x, weight), weight, inverse(global_scale), bias), x)
 
 
 def matmul_t_cpu(
@@ -147,27 +162,47 @@ def matmul_t_cpu(
 ) -> torch.Tensor:
     """dy [*, N] → [*, K], through the same cached copy."""
     weight = cached_weight(packed, scale, dy.dtype)
-    return _shaped(_product(_checked(dy, weight), weight, _inverse(global_scale), None), dy)
+    return _shaped(_product(_checked(dy, weight), weight, inverse(global_scale), None), dy)
 
 
-def matmul_cuda(
+def lora_matmul_cpu(
     x: torch.Tensor,
     packed: torch.Tensor,
     scale: torch.Tensor,
     global_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [*, K] → y [*, N] with the adapter's product added, and u = scaling · x Aᵀ [*, R]."""
+    y = matmul_cpu(x, packed, scale, global_scale, bias)
+    u = narrow(x, a.t(), scaling)
+    return _plus(y, u, b.t()), u
+
+
+def lora_matmul_t_cpu(
+    dy: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
 ) -> torch.Tensor:
-    """x [*, K] → [*, N]: one layer unpacked into a fresh workspace, then cuBLAS.
-
-    cuBLAS applies 1/g to its fp32 accumulator, before the output rounding. Unmeasured on a GPU.
-    """
-    weight = unscaled(packed, scale, x.dtype).t()
-    return _shaped(_blas(_checked(x, weight), weight, _inverse(global_scale), bias), x)
+    """dy [*, N] → dy W + v A [*, K]."""
+    return _plus(matmul_t_cpu(dy, packed, scale, global_scale), v, a)
 
 
-def matmul_t_cuda(
-    dy: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
-) -> torch.Tensor:
-    """dy [*, N] → [*, K], the same way. Unmeasured on a GPU."""
-    weight = unscaled(packed, scale, dy.dtype)
-    return _shaped(_blas(_checked(dy, weight), weight, _inverse(global_scale), None), dy)
+def narrow(x: torch.Tensor, factor: torch.Tensor, alpha: float) -> torch.Tensor:
+    """alpha · x [*, C] @ factor [C, R] in x's dtype."""
+    return _shaped(_product(_checked(x, factor), factor, alpha, None), x)
+
+
+def _plus(y: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """y [*, N] + left [*, R] @ right [R, N], in y's own memory."""
+    rows, left_rows = y.view(-1, y.shape[-1]), left.reshape(-1, left.shape[-1])
+    if is_batch_invariant():
+        rows += _product(left_rows, right, 1.0, None)
+    else:
+        rows.addmm_(left_rows, right)
+    return y

@@ -77,29 +77,32 @@ def _nvfp4_matmul_kernel(
     BY_LANE: tl.constexpr,
 ):
     pid_n, pid_m, pid_k = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows_m = tl.minimum(pid_m * BM + tl.arange(0, BM), M - 1).to(tl.int64)
-    rows_n = tile_rows(pid_n * BN, N, BN, WARPS, BY_LANE).to(tl.int64)
+    rows_m = tl.minimum(pid_m * BM + tl.arange(0, BM), M - 1)
+    rows_n = tile_rows(pid_n * BN, N, BN, WARPS, BY_LANE)
     first = pid_k * groups_per_split
     last = tl.minimum(first + groups_per_split, G)
-    k = first * 128 + tl.arange(0, 128)
-    x_ptrs = x_ptr + rows_m[:, None] * K + k[None, :]
-    code_ptrs = codes_ptr + rows_n[:, None] * (G * 16) + first * 16 + tl.arange(0, 16)[None, :]
-    scale_ptrs = scales_ptr + rows_n[:, None] * (G * 2) + first * 2 + tl.arange(0, 2)[None, :]
+    k = tl.arange(0, 128)
+    # Bases move, offsets stay: one scalar addition a step instead of one for every pointer.
+    x_offsets = rows_m[:, None] * K + k[None, :]
+    code_offsets = rows_n[:, None] * (G * 16) + tl.arange(0, 16)[None, :]
+    scale_offsets = rows_n[:, None] * (G * 2) + tl.arange(0, 2)[None, :]
+    x_ptr += first * 128
+    codes_ptr += first * 16
+    scales_ptr += first * 2
     acc = tl.zeros((BN, BM), tl.float32)
-    for _ in range(first, last):
-        words = tl.load(code_ptrs)
-        scales = tl.load(scale_ptrs)
+    for group in range(first, last):
+        words = tl.load(codes_ptr + code_offsets)
+        scales = tl.load(scales_ptr + scale_offsets)
         if EVEN_K:
-            x = tl.load(x_ptrs)
+            x = tl.load(x_ptr + x_offsets)
         else:
-            x = tl.load(x_ptrs, mask=k[None, :] < K, other=0.0)
-            k += 128
+            x = tl.load(x_ptr + x_offsets, mask=group * 128 + k[None, :] < K, other=0.0)
         w = unpack_tile(words, scales, BN, 1, x.dtype, FMA, WIDE)
         w = in_place(w, BN, 128, WARPS, BY_LANE)
         acc = dot(w, x.T, acc)
-        x_ptrs += 128
-        code_ptrs += 16
-        scale_ptrs += 2
+        x_ptr += 128
+        codes_ptr += 16
+        scales_ptr += 2
     acc = acc * (UNSCALE / tl.load(global_ptr))
     out_m = pid_m * BM + tl.arange(0, BM)
     out_n = pid_n * BN + tl.arange(0, BN)
@@ -191,7 +194,7 @@ def nvfp4_matmul(
         x, codes, scales, global_scale, x if bias is None else bias,
         x if u is None else u, x if b is None else b, out,
         m, n, k, repack.groups(k), rank, per_split,
-        BM=tile.bm, BN=tile.bn, BR=32, WARPS=tile.warps,
+        BM=tile.bm, BN=tile.bn, BR=16, WARPS=tile.warps,
         HAS_BIAS=bias is not None, HAS_LORA=rank > 0, SPLIT=splits > 1,
         EVEN_K=k % 128 == 0, **dispatch.flags(x.device),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -229,7 +232,7 @@ def _variant(tile: Tile, dtype: str, target: int) -> Variant:
         constexprs={
             "BM": tile.bm,
             "BN": tile.bn,
-            "BR": 32,
+            "BR": 16,
             "WARPS": tile.warps,
             "HAS_BIAS": True,
             "HAS_LORA": True,

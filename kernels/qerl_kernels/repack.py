@@ -57,8 +57,11 @@ def _bit_sources() -> list[list[tuple[int, int]]]:
 _BITS = _bit_sources()
 
 
-def check_values(scale: Tensor, name: str = "weight") -> None:
-    """Raise ValueError naming `name` unless every block scale is a finite number ≥ 0."""
+def check_values(scale: Tensor, global_scale: Tensor, name: str = "weight") -> None:
+    """Raise ValueError naming `name` unless scales are finite and ≥ 0, and the divisor positive.
+
+    scale: E4M3 [N, K/16]; global_scale: float32 [1]. Reads the values: for load time only.
+    """
     byte = scale.view(torch.uint8)
     bad = (byte == 0x7F) | (byte > 0x80)
     if bad.any():
@@ -68,10 +71,6 @@ def check_values(scale: Tensor, name: str = "weight") -> None:
             f"{name}: block scale [{row}, {block}] is {value}; NVFP4 scales are finite and not "
             "negative: quantize the layer again"
         )
-
-
-def check_global_value(global_scale: Tensor, name: str = "weight") -> None:
-    """Raise ValueError naming `name` unless the divisor is a positive finite number."""
     layout.check_global_scale(global_scale)
     g = global_scale.item()
     if not 0 < g < float("inf"):
@@ -128,12 +127,11 @@ def repack(
 ) -> tuple[Tensor, Tensor]:
     """On-disk codes uint8 [N, K/2] and E4M3 scales [N, K/16] to the in-memory pair.
 
-    Returns codes int32 [N, 16·G] and scales int32 [N, 2·G]. Values are checked here, once: raises
-    ValueError (with `name`) for a negative or NaN scale, or tensors that do not belong together.
+    Returns codes int32 [N, 16·G] and scales int32 [N, 2·G]. The scales must have passed
+    `check_values`. Raises ValueError (with `name`) for tensors that do not belong together.
     """
     _check_order(order)
     layout.check_weight(packed, scale, name=name)
-    check_values(scale, name)
     n, k = packed.shape[0], packed.shape[1] * 2
     g = groups(k)
     zero = (scale.view(torch.uint8) & 0x7F) == 0

@@ -22,6 +22,7 @@ class NVFP4Linear(nn.Module):
 
     weight: packed codes u8 [N, K/2], a frozen Parameter because PEFT looks for one by that name.
     weight_scale: E4M3 [N, K/16]. weight_global_scale: f32 [1], a divisor. No gradient reaches them.
+    On a GPU codes and scales are repacked for its kernels (`repack`), the only copy there is.
     """
 
     weight_scale: torch.Tensor
@@ -41,10 +42,23 @@ class NVFP4Linear(nn.Module):
         self.register_buffer("weight_global_scale", global_scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
+    @property
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The weight as the operators take it: codes, block scales, the tensor's divisor."""
+        return self.weight, self.weight_scale, self.weight_global_scale
+
+    def repack(self, name: str = "weight") -> NVFP4Linear:
+        """Arrange codes and scales for the kernels of the device they are on, in place.
+
+        Raises ValueError, with `name`, for scales that are negative or not finite.
+        """
+        codes, scales = ops.repack(*self.packed, name)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = scales
+        return self
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.nvfp4_matmul(
-            x, self.weight, self.weight_scale, self.weight_global_scale, self.bias
-        )
+        return ops.nvfp4_matmul(x, *self.packed, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, nvfp4"
@@ -61,19 +75,31 @@ class LoraLinear(nn.Module, LoraLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """x [..., K] -> [..., N]: W x + (alpha/r) B A x (Hu et al. 2021, eq. 3)."""
-        y = self.base_layer(x)
-        if self.disable_adapters:
-            return y
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                y = self._add_adapter(name, x, y)
+        names = (
+            [] if self.disable_adapters else [n for n in self.active_adapters if n in self.lora_A]
+        )
+        base = self.base_layer
+        if len(names) == 1 and isinstance(base, NVFP4Linear) and not self._drops(names[0]):
+            a, b = self._factors(names[0], x.dtype)
+            scaling = float(self.scaling[names[0]])
+            return ops.nvfp4_lora_matmul(x, *base.packed, base.bias, a, b, scaling)
+        y = base(x)
+        for name in names:
+            y = self._add_adapter(name, x, y)
         return y
 
+    def _drops(self, name: str) -> bool:
+        dropout = self.lora_dropout[name]
+        return isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+
+    def _factors(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [R, K] and B [N, R]; the fp32 masters take the activations' type."""
+        a, b = (part[name].get_parameter("weight") for part in (self.lora_A, self.lora_B))
+        return a.to(dtype), b.to(dtype)
+
     def _add_adapter(self, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The low-rank product is added inside its own GEMM; fp32 masters take x's type."""
-        a, b = (
-            part[name].get_parameter("weight").to(x.dtype) for part in (self.lora_A, self.lora_B)
-        )
+        """The low-rank product is added inside its own GEMM."""
+        a, b = self._factors(name, x.dtype)
         flat = self.lora_dropout[name](x).reshape(-1, x.shape[-1])
         y_flat = y.reshape(-1, y.shape[-1])
         return torch.addmm(y_flat, flat @ a.T, b.T, alpha=float(self.scaling[name])).view_as(y)

@@ -32,6 +32,7 @@ from qerl.errors import QerlError
 from qerl.home import qerl_home
 from qerl.model import attention
 from qerl.model.linear import NVFP4Linear
+from qerl_kernels import ops
 
 Say = Callable[[str], None]
 PACKED_BUFFERS = (".weight_scale", ".weight_global_scale")
@@ -298,12 +299,17 @@ def packed_linear(
 ) -> NVFP4Linear:
     """One NVFP4Linear from its tensors on disk (facts about the layout: qerl_kernels.layout)."""
     bias = read(f"{name}.bias").to(device=device, dtype=dtype) if f"{name}.bias" in read else None
-    return NVFP4Linear(
+    linear = NVFP4Linear(
         read(f"{name}.weight_packed").to(device),
         read(f"{name}.weight_scale").to(device),
         read(f"{name}.weight_global_scale").to(device=device, dtype=torch.float32),
         bias,
     )
+    try:
+        ops.check_values(*linear.packed[1:], name)
+        return linear.repack(name) if device.type == "cuda" else linear
+    except ValueError as error:
+        raise QerlError(f"model: {error}") from error
 
 
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
