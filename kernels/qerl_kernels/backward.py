@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels import dispatch, launch, repack
-from qerl_kernels.device import dot, unpack_tile
+from qerl_kernels.device import dot, narrow, unpack_tile
 from qerl_kernels.dispatch import Tile
 from qerl_kernels.matmul import UNSCALE
 from qerl_kernels.variants import Variant
@@ -84,7 +84,7 @@ def _nvfp4_matmul_t_kernel(
             acc = dot(v, a, acc)
     mask = (out_m[:, None] < M) & (out_k[None, :] < K)
     offsets = out_m.to(tl.int64)[:, None] * K + out_k[None, :]
-    tl.store(dx_ptr + offsets, acc.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + offsets, narrow(acc, dx_ptr.dtype.element_ty), mask=mask)
 
 
 def _check(dy, codes, scales, global_scale, in_features, v, a) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Triton helpers that kernels share, and the one place that knows of the interpreter.
 
 Triton's interpreter multiplies the raw bit patterns of bfloat16 in `tl.dot`, flushes its
-subnormals and knows no inline assembly (facts in benchmarks/LOG.md). `INTERPRET` gates exactly
-those three things and is read in this file alone; the kernels themselves are the same either way.
+subnormals, truncates instead of rounding to it, and knows no inline assembly. `INTERPRET` gates
+exactly those four things and is read in this file alone; the kernels are the same either way.
 """
 
 import os
@@ -25,6 +25,27 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """fp32 x in DTYPE, rounded to nearest even."""
+    if INTERPRET and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = bits + (0x7FFF + ((bits >> 16) & 1))
+        x = ((bits >> 16) << 16).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def scaled_bf16(bits, SCALE: tl.constexpr):
+    """The bf16 of uint16 bits, a subnormal perhaps, times a power of two from 2^120 on: exact."""
+    if INTERPRET:
+        sign = tl.where((bits & 0x8000) != 0, -1.0, 1.0)
+        half = ((bits & 0x7FF) << 3).to(tl.float16, bitcast=True)  # v·2⁻¹¹² of bf16's, kept
+        return (half.to(tl.float32) * sign * (SCALE * 2.0**-112)).to(tl.bfloat16)
+    else:
+        return bits.to(tl.bfloat16, bitcast=True) * tl.full((), SCALE, tl.bfloat16)
 
 
 _ASM_BF16 = tl.constexpr(ptx.unpack_asm("bf16"))

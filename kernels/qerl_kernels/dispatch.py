@@ -18,7 +18,8 @@ import torch
 from qerl_kernels import launch
 from qerl_kernels.variants import ALL_TARGETS, BEFORE_HOPPER
 
-Pass = Literal["forward", "backward"]
+# Products with an NVFP4 weight, and those with an E4M3 one.
+Pass = Literal["forward", "backward", "fp8_forward", "fp8_backward"]
 # What the interpreter pretends to be.
 _INTERPRETED_TARGET, _INTERPRETED_SMS = 90, 132
 
@@ -72,7 +73,8 @@ def all_tiles(direction: Pass) -> Iterator[tuple[int, tuple[Tile, ...]]]:
 
 
 @cache
-def _target(device: torch.device) -> int:
+def target_of(device: torch.device) -> int:
+    """Compute capability of a device, 90 for 9.0; off CUDA what the interpreter pretends."""
     if device.type != "cuda":
         return _INTERPRETED_TARGET
     major, minor = torch.cuda.get_device_capability(device)
@@ -88,7 +90,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def fused_tile(direction: Pass, m: int, device: torch.device) -> Tile:
     """The tile for M = m; in batch-invariant mode always the same one."""
-    target = _target(device)
+    target = target_of(device)
     rows = tiles(target, direction)
     if launch.is_batch_invariant():
         return rows[table()["targets"][_family(target)]["invariant"][direction]]
@@ -97,7 +99,7 @@ def fused_tile(direction: Pass, m: int, device: torch.device) -> Tile:
 
 def is_large(direction: Pass, m: int, device: torch.device) -> bool:
     """Whether to unpack the layer and use cuBLAS; never in batch-invariant mode."""
-    return not launch.is_batch_invariant() and m > tiles(_target(device), direction)[-1].max_m
+    return not launch.is_batch_invariant() and m > tiles(target_of(device), direction)[-1].max_m
 
 
 def splits(tile: Tile, m: int, n: int, groups: int, device: torch.device) -> tuple[int, int]:
@@ -137,7 +139,7 @@ def target_flags(target: int) -> dict[str, bool]:
 
 def flags(device: torch.device) -> dict[str, bool]:
     """`target_flags` of a device."""
-    return target_flags(_target(device))
+    return target_flags(target_of(device))
 
 
 def lane_order(device: torch.device) -> str:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels import launch
-from qerl_kernels.device import dot
+from qerl_kernels.device import dot, narrow
 from qerl_kernels.variants import Variant
 
 _BM, _BN, _BK, _WARPS, _STAGES = 64, 32, 64, 4, 3
@@ -51,7 +51,7 @@ def _gemm_kernel(
         )
         acc = dot(x, w, acc)
     mask = (m[:, None] < M) & (n[None, :] < N)
-    y = (acc * alpha).to(y_ptr.dtype.element_ty)
+    y = narrow(acc * alpha, y_ptr.dtype.element_ty)
     tl.store(y_ptr + m[:, None].to(tl.int64) * N + n[None, :], y, mask=mask)
 
 

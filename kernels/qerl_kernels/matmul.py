@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl_kernels import dispatch, launch, repack
-from qerl_kernels.device import dot, unpack_tile
+from qerl_kernels.device import dot, narrow, unpack_tile
 from qerl_kernels.dispatch import Tile
 from qerl_kernels.ptx import SCALE_SHIFT
 from qerl_kernels.variants import Variant
@@ -115,7 +115,7 @@ def _nvfp4_matmul_kernel(
     if SPLIT:
         offsets += pid_k.to(tl.int64) * M * N
     mask = (out_m[None, :] < M) & (out_n[:, None] < N)
-    tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + offsets, narrow(acc, y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -144,7 +144,15 @@ def _sum_splits_kernel(parts_ptr, y_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.c
     total = tl.zeros((BLOCK,), tl.float32)
     for split in range(SPLITS):
         total += tl.load(parts_ptr + split * size + i, mask=i < size, other=0.0)
-    tl.store(y_ptr + i, total.to(y_ptr.dtype.element_ty), mask=i < size)
+    tl.store(y_ptr + i, narrow(total, y_ptr.dtype.element_ty), mask=i < size)
+
+
+def sum_splits(parts: Tensor, y: Tensor) -> Tensor:
+    """y [M, N] = Σ parts, fp32 [S, M, N], in the order of the splits: no atomics, same bits."""
+    _sum_splits_kernel[(triton.cdiv(y.numel(), 1024),)](
+        parts, y, y.numel(), SPLITS=parts.shape[0], BLOCK=1024, num_warps=4
+    )
+    return y
 
 
 def _check(x, codes, scales, global_scale, bias, u, b) -> tuple[int, int, int]:
@@ -199,11 +207,7 @@ def nvfp4_matmul(
         EVEN_K=k % 128 == 0, **dispatch.flags(x.device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        _sum_splits_kernel[(triton.cdiv(y.numel(), 1024),)](
-            out, y, y.numel(), SPLITS=splits, BLOCK=1024, num_warps=4
-        )
-    return y
+    return y if splits == 1 else sum_splits(out, y)
 
 
 _POINTERS = {"codes_ptr": "*i32", "scales_ptr": "*i32", "global_ptr": "*fp32"}
