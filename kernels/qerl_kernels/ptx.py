@@ -23,43 +23,67 @@ X_FIRST, X_SECOND = 2, 4  # left rotations that bring the two words' leftovers i
 LSHIFT, RROTATE = 6, 4  # second pair: shift left; third pair: rotate right
 
 
+def _take(kind: str, out: str, word: str, shift: str) -> list[str]:
+    """The code pair that `shift` brings into place: sign and magnitude where the float has them.
+
+    fp16's magnitude sits three bits higher, beside a sign that does not move.
+    """
+    moved, raised = {
+        "none": (None, f"shl.b32 t, {word}, 3;"),
+        "left": (f"shl.b32 y, {word}, {LSHIFT};", f"shl.b32 t, {word}, {LSHIFT + 3};"),
+        "right": (
+            f"shf.r.wrap.b32 y, {word}, {word}, {RROTATE};",
+            f"shr.u32 t, {word}, {RROTATE - 3};",
+        ),
+    }[shift]
+    lines, source = ([moved], "y") if moved else ([], word)
+    if kind != "fp16":
+        return [*lines, f"and.b32 {out}, {source}, m;"]
+    select = f"lop3.b32 {out}, {source}, 0x80008000, t, 0xEA;"  # (a & b) | c
+    return [*lines, raised, "and.b32 t, t, 0x0E000E00;", select]
+
+
 def _product(kind: str, register: str, scale: str) -> str:
     if kind == "bf16":
         return f"mul.rn.bf16x2 {register}, {register}, {scale};"
     if kind == "bf16_fma":  # before sm_90 there is only the fused form; adding −0 keeps every bit
         return f"fma.rn.bf16x2 {register}, {register}, {scale}, nz;"
-    return (
-        f"shl.b32 t, {register}, 3; and.b32 t, t, 0x0E000E00; "
-        f"lop3.b32 {register}, {register}, 0x80008000, t, 0xEA; "
-        f"mul.rn.f16x2 {register}, {register}, {scale};"
-    )
+    return f"mul.rn.f16x2 {register}, {register}, {scale};"
 
 
-def _scale(kind: str, register: str, byte: int) -> str:
+def _scale_bytes(kind: str, scales: str) -> list[str]:
+    """Low and high bytes (lo, hi) of the four scales of a word, as the 16-bit floats have them."""
+    if kind == "fp16":  # s·2⁶ = code << 7
+        return [
+            f"shl.b32 t, {scales}, 3;",
+            "and.b32 lo, t, 0x80808080;",
+            "and.b32 t, t, 0x78787878;",
+            f"shr.u32 hi, {scales}, 5;",
+            "lop3.b32 hi, hi, 0x07070707, t, 0xEA;",
+        ]
+    return [
+        f"and.b32 lo, {scales}, 0xF0F0F0F0;",
+        f"lop3.b32 hi, {scales}, 0x0F0F0F0F, 0x70707070, 0xEA;",
+    ]
+
+
+def _scale(register: str, byte: int) -> str:
     selector = (4 + byte) << 12 | byte << 8 | (4 + byte) << 4 | byte
-    text = f"prmt.b32 {register}, lo, hi, 0x{selector:04X};"
-    if kind == "fp16":
-        text += f" shl.b32 {register}, {register}, 3; and.b32 {register}, {register}, 0x7F807F80;"
-    return text
+    return f"prmt.b32 {register}, lo, hi, 0x{selector:04X};"
 
 
 def _pair_of_words(kind: str, out: list[str], first: str, second: str, scales: str) -> list[str]:
     """Unpack two words: registers out[0:4] from the first, out[4:8] from the second."""
-    lines = [
-        f"and.b32 lo, {scales}, 0xF0F0F0F0;",
-        f"lop3.b32 hi, {scales}, 0x0F0F0F0F, 0x70707070, 0xEA;",  # (a & b) | c
-    ]
+    lines = _scale_bytes(kind, scales)
     for index, word in enumerate((first, second)):
         last = f"l{index}"  # scale of this word's second block, used again for its fourth pair
         a, b, c = out[4 * index : 4 * index + 3]
         lines += [
-            _scale(kind, "s", 2 * index),
-            _scale(kind, last, 2 * index + 1),
-            f"and.b32 {a}, {word}, m;",
-            f"shl.b32 x, {word}, {LSHIFT};",
-            f"and.b32 {b}, x, m;",
-            f"shf.r.wrap.b32 x, {word}, {word}, {RROTATE};",
-            f"and.b32 {c}, x, m;",
+            _scale("s", 2 * index),
+            _scale(last, 2 * index + 1),
+            *_take(kind, a, word, "none"),
+            *_take(kind, b, word, "left"),
+            *_take(kind, c, word, "right"),
             _product(kind, a, "s"),
             _product(kind, b, "s"),
             _product(kind, c, last),
@@ -69,9 +93,8 @@ def _pair_of_words(kind: str, out: list[str], first: str, second: str, scales: s
         f"shf.l.wrap.b32 x, {first}, {first}, {X_FIRST};",
         f"shf.l.wrap.b32 y, {second}, {second}, {X_SECOND};",
         f"lop3.b32 x, x, y, 0x{SELECT:08X}, 0xAC;",  # (a & c) | (b & ~c)
-        f"and.b32 {out[3]}, x, m;",
-        f"shl.b32 x, x, {LSHIFT};",
-        f"and.b32 {out[7]}, x, m;",
+        *_take(kind, out[3], "x", "none"),
+        *_take(kind, out[7], "x", "left"),
         _product(kind, out[3], "l0"),
         _product(kind, out[7], "l1"),
     ]

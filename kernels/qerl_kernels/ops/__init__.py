@@ -15,6 +15,7 @@ from qerl_kernels.repack import check_values
 
 __all__ = [
     "batch_invariant", "cache_bytes", "check_fp8_weight", "check_values", "clear_cache",
-    "decode_attention", "fp8_matmul", "fp8_matmul_t", "interpreting", "is_batch_invariant", "linear_logprob",
-    "nvfp4_lora_matmul", "nvfp4_matmul", "nvfp4_matmul_t", "repack", "verify_cache",
+    "decode_attention", "fp8_matmul", "fp8_matmul_t", "interpreting", "is_batch_invariant",
+    "linear_logprob", "nvfp4_lora_matmul", "nvfp4_matmul", "nvfp4_matmul_t", "repack",
+    "verify_cache",
 ]  # fmt: skip
