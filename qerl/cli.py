@@ -2,7 +2,8 @@
 
 A user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143; any other
 exception keeps its traceback, because it is ours. Nothing heavy is imported before a command needs
-it: help answers at once. The others: `qerl.cli_train`, `qerl.cli_model`, `qerl.cli_doctor`.
+it: help answers at once. The others: `qerl.cli_train`, `qerl.cli_model`, `qerl.cli_doctor`,
+`qerl.cli_bench`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from qerl import cli_doctor, cli_model, cli_train
+from qerl import cli_bench, cli_doctor, cli_model, cli_train
 from qerl.cli_options import Json, RunArgument
 from qerl.cli_output import Output
 from qerl.errors import QerlError
@@ -220,3 +221,4 @@ for _command in (
 ):  # fmt: skip
     app.command("eval" if _command is cli_model.evaluate else _command.__name__)(_command)
 cli_doctor.register(app)
+cli_bench.register(app)

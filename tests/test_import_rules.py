@@ -26,7 +26,7 @@ LEAVES = {"qerl.errors", "qerl.types", "qerl.files", "qerl.stats", "qerl.home"}
 LIGHT = RECIPE_ROOM | LEAVES  # these never name a heavy package, not even inside a function
 HEAVY = {"torch", "transformers", "peft", "triton", "datasets", "accelerate", "numpy"}
 # Nobody below imports these: the command line, the loop, the public door.
-COMMANDS = {"qerl.cli", "qerl.cli_doctor", "qerl.cli_model", "qerl.cli_train"}
+COMMANDS = {"qerl.cli", "qerl.cli_bench", "qerl.cli_doctor", "qerl.cli_model", "qerl.cli_train"}
 TOP = COMMANDS | {"qerl.run", "qerl.loop", "qerl.doctor", "qerl"}
 # What the model room may stand on (with LIGHT and the kernels).
 BELOW_MODEL = {"qerl.model", "qerl.quantize", "qerl.demo_model", "qerl.device"}

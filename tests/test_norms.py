@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from qerl.errors import QerlError
 from qerl.model.norms import NoisyRMSNorm, wrap_norms
+from qerl_kernels.ops import interpreting
 
 D = 8
 FAMILIES = [
@@ -47,6 +48,25 @@ def test_without_noise_bit_identical(cls, offset, dtype):
     assert not torch.equal(noisy(data(dtype)), expected)
     noisy.set_noise(None)
     assert torch.equal(noisy(data(dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("cls", "offset"), FAMILIES)
+def test_kernel_clean_and_noisy(cls, offset, dtype):
+    """What a GPU runs, interpreted: on small integers, where sums are exact, the same bits."""
+    noisy = NoisyRMSNorm(make(cls, dtype))
+    x = torch.randint(-9, 10, (2, 3, D), generator=torch.Generator().manual_seed(1)).to(dtype)
+    z = 0.1 * torch.arange(D).float()
+    clean, moved = noisy(x), None
+    for noise in (None, z):
+        noisy.set_noise(noise)
+        on_cpu = noisy(x)
+        noisy._original.forward = None  # the kernel does not need it
+        with interpreting():
+            assert torch.equal(noisy(x), on_cpu)
+        del noisy._original.forward
+        moved = on_cpu
+    assert not torch.equal(moved, clean)
 
 
 @pytest.mark.parametrize(("cls", "offset"), FAMILIES)

@@ -92,7 +92,7 @@ def _pair_of_words(kind: str, out: list[str], first: str, second: str, scales: s
         *lines,
         f"shf.l.wrap.b32 x, {first}, {first}, {X_FIRST};",
         f"shf.l.wrap.b32 y, {second}, {second}, {X_SECOND};",
-        f"lop3.b32 x, x, y, 0x{SELECT:08X}, 0xAC;",  # (a & c) | (b & ~c)
+        f"lop3.b32 x, x, y, 0x{SELECT:08X}, 0xE4;",  # (a & c) | (b & ~c)
         *_take(kind, out[3], "x", "none"),
         *_take(kind, out[7], "x", "left"),
         _product(kind, out[3], "l0"),

@@ -18,13 +18,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from qerl.errors import QerlError
+from qerl_kernels.ops.norm import rms_norm, runs_kernel
 
 
 class NoisyRMSNorm(nn.Module):
     """Stands in for one RMSNorm, under its name and with its own, frozen `weight` object.
 
-    noise: None (the forward is then the original module's own, bit for bit) or float32 [d], Z in
-        y = (offset + w + Z) * x̂, computed in float32 and rounded once. Set it with `set_noise`.
+    noise: None or float32 [d], Z in y = (offset + w + Z) * x̂, computed in float32 and rounded
+        once. Set it with `set_noise`. Without it the forward is the original module's own on CPU,
+        and on a GPU a kernel with the original's roundings: there only the last bit of 1/rms may
+        differ, as mean(x²) is summed in another order (and Gemma 4 takes its root by a power).
     """
 
     weight: torch.Tensor
@@ -40,7 +43,6 @@ class NoisyRMSNorm(nn.Module):
         object.__setattr__(self, "_original", original)
         self.training = original.training
         self.noise: torch.Tensor | None = None
-        self._noisy_weight: torch.Tensor | None = None
 
     def effective_weight(self) -> torch.Tensor:
         """offset + w, what x̂ is multiplied by when there is no noise: float32 [d]."""
@@ -52,14 +54,12 @@ class NoisyRMSNorm(nn.Module):
             assert noise.dtype == torch.float32 and noise.shape == self.weight.shape
             noise = noise.to(self.weight.device)
         self.noise = noise
-        self._noisy_weight = None if noise is None else self.effective_weight() + noise
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [*, d]. Returns [*, d] in the type the original returns."""
-        if self._noisy_weight is None:
+        if self.noise is None and not runs_kernel(x):
             return self._original.forward(x)
-        y = F.rms_norm(x.float(), x.shape[-1:], self._noisy_weight, self.eps)
-        return y.to(torch.promote_types(x.dtype, self.weight.dtype) if self.promotes else x.dtype)
+        return rms_norm(x, self.weight, self.noise, None, self.eps, self.offset, self.promotes)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}"

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from qerl_kernels.logprob import linear_logprob_forward
+from qerl_kernels.launch import cpu_or_interpreter, lazy
+from qerl_kernels.logprob import check_arguments, linear_logprob_forward
 from qerl_kernels.ops.library import LIB, define
 
 define(
-    "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, float inv_temperature,"
-    " float softcap, int chunk, bool with_jacobian) -> (Tensor, Tensor, Tensor)"
+    "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, float logit_scale, float softcap,"
+    " float inv_temperature, int top_k, int? chunk, bool with_jacobian)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -16,32 +18,37 @@ def _linear_logprob_fake(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    inv_temperature: float,
+    logit_scale: float,
     softcap: float,
-    chunk: int,
+    inv_temperature: float,
+    top_k: int,
+    chunk: int | None,
     with_jacobian: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    logp = hidden.new_empty(hidden.shape[0], dtype=dtype)
-    rows = hidden.shape[0] if with_jacobian else 0
-    return logp, torch.empty_like(logp), hidden.new_empty(rows, hidden.shape[1], dtype=dtype)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_arguments(hidden, weight, targets, softcap, top_k, chunk)
+    n_tokens, n_hidden = hidden.shape
+    logp = hidden.new_empty(n_tokens, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    mass = logp.new_empty(n_tokens if top_k else 0)
+    jacobian = logp.new_empty(n_tokens if with_jacobian else 0, n_hidden)
+    return logp, torch.empty_like(logp), mass, jacobian
 
 
 def _save_jacobian(ctx, inputs, output) -> None:
-    ctx.with_jacobian, ctx.dtype = inputs[6], inputs[0].dtype
-    ctx.mark_non_differentiable(output[1], output[2])
-    ctx.save_for_backward(output[2])
+    ctx.with_jacobian, ctx.dtype = inputs[-1], inputs[0].dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(output[3])
 
 
-def _linear_logprob_backward(ctx, dlogp: Tensor, dentropy: Tensor, djacobian: Tensor):
+def _linear_logprob_backward(ctx, dlogp: Tensor, *unused):
     if not ctx.with_jacobian:
         raise ValueError("qerl::linear_logprob ran without its Jacobian: there is no gradient")
     (jacobian,) = ctx.saved_tensors
-    return (dlogp[:, None] * jacobian).to(ctx.dtype), None, None, None, None, None, None
+    return (dlogp[:, None] * jacobian).to(ctx.dtype), *[None] * 8
 
 
-LIB.impl("linear_logprob", linear_logprob_forward, "CPU")
-LIB.impl("linear_logprob", linear_logprob_forward, "CUDA")
+_cuda = lazy("logprob_triton", "linear_logprob")
+LIB.impl("linear_logprob", cpu_or_interpreter(linear_logprob_forward, _cuda), "CPU")
+LIB.impl("linear_logprob", _cuda, "CUDA")
 torch.library.register_fake("qerl::linear_logprob", _linear_logprob_fake, lib=LIB)
 torch.library.register_autograd(
     "qerl::linear_logprob", _linear_logprob_backward, setup_context=_save_jacobian, lib=LIB
@@ -55,30 +62,50 @@ def linear_logprob(
     targets: Tensor,
     inv_temperature: float = 1.0,
     softcap: float = 0.0,
-    chunk: int = 256,
+    chunk: int | None = None,
+    *,
+    logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability (nats) of each target and entropy of its distribution, fp32 [T] each.
 
-    The distribution is softmax(softcap · tanh(hidden @ weightᵀ / softcap) · inv_temperature), no
-    capping for softcap = 0. hidden [T, H], weight [V, H] (frozen), targets int64 [T]. Logits
-    exist for `chunk` tokens at a time. Only logp is differentiable, and only in `hidden`; that
-    costs one more product in forward and [T, H] fp32 kept, and backward is an elementwise product.
-    Raises ValueError for shapes or dtypes that do not fit together. float64 hidden gives float64.
+    The distribution is softmax(z · inv_temperature), z = softcap · tanh(x · logit_scale / softcap)
+    and x = hidden @ weightᵀ; for softcap = 0, z = x · logit_scale. hidden [T, H], weight [V, H]
+    (frozen), targets int64 [T]. float64 hidden states give float64, on the CPU. Tokens and
+    vocabulary go in tiles, so extra memory does not grow with T·V; `chunk` is the most tokens at a
+    time, the device's own choice by default.
+
+    Only logp is differentiable, and only in `hidden`. A token's log-probability is one number, so
+    its Jacobian is one row of H: forward computes it, at the cost of one more product and [T, H]
+    fp32 kept, and backward is an elementwise product. Recomputing the logits in backward would keep
+    half of that and cost a third product.
+
+    Raises ValueError for shapes or dtypes that do not fit together. A target outside the
+    vocabulary raises it too on the CPU; a GPU, which cannot look without stalling, gives NaN.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            "hidden must be [T, H] and weight [V, H], found "
-            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
-        )
-    if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"targets must be int64 [{hidden.shape[0]}], found {targets.dtype} "
-            f"{tuple(targets.shape)}"
-        )
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, found {chunk}")
-    with_jacobian = torch.is_grad_enabled() and hidden.requires_grad
-    logp, entropy, _ = _op_linear_logprob(
-        hidden, weight, targets, inv_temperature, softcap, chunk, with_jacobian
+    logp, entropy, _ = linear_logprob_topk(
+        hidden, weight, targets, 0, inv_temperature, softcap, chunk, logit_scale=logit_scale
     )
     return logp, entropy
+
+
+def linear_logprob_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    top_k: int,
+    inv_temperature: float = 1.0,
+    softcap: float = 0.0,
+    chunk: int | None = None,
+    *,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_logprob` and the probability mass of the `top_k` most likely tokens, fp32 [T].
+
+    The mass carries no gradient; of equally likely tokens any may count. top_k is 0 (and then the
+    mass is [0]) to V. Raises ValueError as `linear_logprob` does.
+    """
+    with_jacobian = torch.is_grad_enabled() and hidden.requires_grad
+    logp, entropy, mass, _ = _op_linear_logprob(
+        hidden, weight, targets, logit_scale, softcap, inv_temperature, top_k, chunk, with_jacobian
+    )
+    return logp, entropy, mass
