@@ -313,25 +313,24 @@ def variants() -> Iterator[Variant]:
         yield _dequantize_variant(dtype)
         for target in ALL_TARGETS:
             for tile in dispatch.tiles(target, "fp8_forward"):
-                for split in (False, True) if tile.split else (False,):
-                    yield _forward_variant(tile, dtype, target, split)
+                yield _forward_variant(tile, dtype, target)
             for tile in dispatch.tiles(target, "fp8_backward"):
                 yield _backward_variant(tile, dtype, target)
 
 
-def _forward_variant(tile: Tile, dtype: str, target: int, split: bool) -> Variant:
+def _forward_variant(tile: Tile, dtype: str, target: int) -> Variant:
     half = f"*{dtype}"
     return Variant(
         kernel="fp8_matmul",
-        tile=f"{tile} {'split ' if split else ''}{dtype}",
+        tile=f"{tile} {dtype}",
         function=_fp8_matmul_kernel,
         types={
             "x_ptr": half, "words_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": half,
-            "y_ptr": "*fp32" if split else half, **dict.fromkeys(("M", "N", "K", "steps"), "i32"),
+            "y_ptr": "*fp32" if tile.split else half, **dict.fromkeys(("M", "N", "K", "steps"), "i32"),
         },
         constexprs={
             "BM": tile.bm, "BN": tile.bn, "BK": 128 * tile.groups, "PER_CHANNEL": True,
-            "HAS_BIAS": True, "SPLIT": split, "EVEN_K": True,
+            "HAS_BIAS": True, "SPLIT": tile.split, "EVEN_K": True,
         },
         divisible=frozenset({"N", "K"}),
         num_warps=tile.warps,
