@@ -382,6 +382,8 @@ def _variants(size: int, kind: str, stored: str, softcap: bool) -> Iterator[Vari
             num_stages=tile.stages,
             elements=2 * tile.n * size,
         )
+    if kind != "bf16":  # merging is the same in both
+        return
     constexprs = dict(D=size, DP=_padded(size), REPEAT=4, BYTES=stored == "i32")
     if stored != "i32":
         constexprs |= {"v_scale": None}

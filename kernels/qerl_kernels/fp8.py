@@ -326,7 +326,8 @@ def _forward_variant(tile: Tile, dtype: str, target: int) -> Variant:
         function=_fp8_matmul_kernel,
         types={
             "x_ptr": half, "words_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": half,
-            "y_ptr": "*fp32" if tile.split else half, **dict.fromkeys(("M", "N", "K", "steps"), "i32"),
+            "y_ptr": "*fp32" if tile.split else half,
+            **dict.fromkeys(("M", "N", "K", "steps"), "i32"),
         },
         constexprs={
             "BM": tile.bm, "BN": tile.bn, "BK": 128 * tile.groups, "PER_CHANNEL": True,
