@@ -47,7 +47,6 @@ class Policy:
         config = self.network.config.get_text_config()
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.logit_scale = logit_scale(config)
-        assert not (self.softcap and self.logit_scale != 1.0), "no known model has both"
         self.context = int(getattr(config, "max_position_embeddings", 0) or 2**31)
         self.eos_ids = eos_ids(self.network, self.tokenizer)
 
@@ -68,9 +67,14 @@ class Policy:
 
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-prob, entropy) of the sampled tokens, f32 [N] each; differentiable log-prob."""
-        hidden = self.hidden(batch)
-        scale = self.logit_scale / temperature
-        return ops.linear_logprob(hidden, self.head, batch.targets, scale, self.softcap)
+        return ops.linear_logprob(
+            self.hidden(batch),
+            self.head,
+            batch.targets,
+            1 / temperature,
+            self.softcap,
+            logit_scale=self.logit_scale,
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits f32 [B, V] of hidden states [B, hidden], temperature 1."""
