@@ -152,7 +152,7 @@ def _tiles(dtype: torch.dtype, stored: torch.dtype, size: int, repeat: int) -> t
     if stored != torch.uint8:
         return _Tile(max(32, m), n, 4, 2), _Tile(m, n, 4, 3)
     tile = _Tile(m, 32, 1, 3) if size <= 64 else _Tile(m, n, 4, 2)
-    return tile, tile
+    return tile if size <= 128 else _Tile(m, n, 4, 1), tile
 
 
 def _splits(tokens: int) -> int:

@@ -47,17 +47,30 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         _Modes.batch_invariant = before
 
 
+def is_interpreting() -> bool:
+    """Whether CPU tensors go through the launchers."""
+    return _Modes.interpreting
+
+
 def is_batch_invariant() -> bool:
+    """Whether `batch_invariant` is in force."""
     return _Modes.batch_invariant
 
 
 def lazy(module: str, name: str) -> Callable:
-    """`qerl_kernels.<module>.<name>`, imported (and Triton with it) at the first call."""
+    """`qerl_kernels.<module>.<name>`, imported (and Triton with it) at the first call.
+
+    Runs on the device of the first argument, whichever is current: Triton launches on the current.
+    """
     found: list[Callable] = []
 
     def call(*args):
         if not found:
             found.append(getattr(importlib.import_module(f"qerl_kernels.{module}"), name))
+        first = args[0]
+        if isinstance(first, Tensor) and first.is_cuda:
+            with torch.cuda.device(first.device):
+                return found[0](*args)
         return found[0](*args)
 
     return call

@@ -260,8 +260,8 @@ def _jacobian_kernel(
 ):  # fmt: skip
     """jacobian [C, H], Σ over the other tokens until now, becomes d logp / d hidden."""
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row)
-    known = (target >= 0) & (target < n_vocab)
+    # Any row will do for a target outside the vocabulary: its logp is NaN.
+    target = tl.minimum(tl.maximum(tl.load(targets_ptr + row), 0), n_vocab - 1)
     own = 1 - tl.exp(tl.load(logp_ptr + row))
     if CAPPED:
         ratio = tl.load(chosen_ptr + row) / after
@@ -270,7 +270,7 @@ def _jacobian_kernel(
     for start in range(0, n_hidden, BH):
         h = start + tl.arange(0, BH)
         mask = h < n_hidden
-        w = tl.load(weight_ptr + target * n_hidden + h, mask=mask & known, other=0.0)
+        w = tl.load(weight_ptr + target * n_hidden + h, mask=mask, other=0.0)
         others = tl.load(jacobian_ptr + row * n_hidden + h, mask=mask, other=0.0)
         result = (own * w.to(tl.float32) - others * inverse) * scale
         tl.store(jacobian_ptr + row * n_hidden + h, result, mask=mask)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from qerl.errors import QerlError
-from qerl_kernels.ops.norm import rms_norm, runs_kernel
+from qerl_kernels.ops import rms_norm, runs_kernel
 
 
 class NoisyRMSNorm(nn.Module):

@@ -153,4 +153,4 @@ def rms_norm(
 
 def runs_kernel(x: Tensor) -> bool:
     """Whether `rms_norm` of x is the Triton kernel: on a GPU, or inside `interpreting`."""
-    return x.is_cuda or launch._Modes.interpreting
+    return x.is_cuda or launch.is_interpreting()
