@@ -71,7 +71,7 @@ def expected(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def stored_scales(byte: np.ndarray) -> np.ndarray:
     e4m3 = torch.from_numpy(byte.astype(np.uint8)).view(torch.float8_e4m3fn)
-    return repack._encode_scales(e4m3).view(torch.int32).numpy().view(np.uint32)
+    return repack.encode_scales(e4m3).view(torch.int32).numpy().view(np.uint32)
 
 
 def check(kind: str, codes: np.ndarray, byte: np.ndarray) -> None:

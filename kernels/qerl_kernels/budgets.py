@@ -31,13 +31,14 @@ class Budgets:
         data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty
         self.tritons: list[str] = data["tritons"]
         self._budgets: Budget = {
-            (kernel, tile, target): value
-            if isinstance(value, dict)
-            else dict.fromkeys(self.tritons, value)
+            (kernel, tile, target): self._by_triton(entry)
             for kernel, tiles in data["kernels"].items()
             for tile, targets in tiles.items()
-            for target, value in targets.items()
+            for target, entry in targets.items()
         }
+
+    def _by_triton(self, entry: Any) -> dict[str, float]:
+        return entry if isinstance(entry, dict) else dict.fromkeys(self.tritons, entry)
 
     def get(self, kernel: str, tile: str, target: int, triton: str) -> float | None:
         """The budget; None where none is recorded."""

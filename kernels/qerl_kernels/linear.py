@@ -21,9 +21,10 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _unpacked(
+def unpacked(
     x: Tensor, codes: Tensor, scales: Tensor, global_scale: Tensor, in_features: int
 ) -> tuple[Tensor, float]:
+    """The layer in x's type in K order and the number its products are to be multiplied with."""
     weight = unpack(codes, scales, in_features, x.dtype)
     return weight, 2.0**SCALE_SHIFT * inverse(global_scale)
 
@@ -41,7 +42,7 @@ def matmul(
     rows = _rows(x)
     u = None if u is None else _rows(u)
     if dispatch.is_large("forward", rows.shape[0], x.device):
-        weight, alpha = _unpacked(rows, codes, scales, global_scale, rows.shape[1])
+        weight, alpha = unpacked(rows, codes, scales, global_scale, rows.shape[1])
         first = rows.new_empty(1) if bias is None else bias
         y = torch.addmm(first, rows, weight.t(), beta=float(bias is not None), alpha=alpha)
         if u is not None and b is not None:
@@ -64,7 +65,7 @@ def matmul_t(
     rows = _rows(dy)
     v = None if v is None else _rows(v)
     if dispatch.is_large("backward", rows.shape[0], dy.device):
-        weight, alpha = _unpacked(rows, codes, scales, global_scale, in_features)
+        weight, alpha = unpacked(rows, codes, scales, global_scale, in_features)
         dx = torch.addmm(rows.new_empty(1), rows, weight, beta=0, alpha=alpha)
         if v is not None and a is not None:
             dx.addmm_(v, a)

@@ -77,7 +77,7 @@ def check_values(scale: Tensor, global_scale: Tensor, name: str = "weight") -> N
         raise ValueError(f"{name}: global scale is {g}; it must be positive and finite")
 
 
-def _encode_scales(scale: Tensor) -> Tensor:
+def encode_scales(scale: Tensor) -> Tensor:
     """E4M3 bytes [N, B] to swapped 5e3m bytes, 0 for zero; exp + 21 keeps bf16's top bits 111."""
     byte = scale.view(torch.uint8).int()
     exponent, fraction = byte >> 3 & 15, byte & 7
@@ -91,7 +91,7 @@ def _encode_scales(scale: Tensor) -> Tensor:
 
 
 def _decode_scales(stored: Tensor) -> Tensor:
-    """Undo `_encode_scales`: uint8 bytes to E4M3 bytes."""
+    """Undo `encode_scales`: uint8 bytes to E4M3 bytes."""
     code = (stored.int() & 15) << 4 | stored.int() >> 4
     exponent, fraction = (code >> 3) - 21, code & 7
     shift = (-6 - exponent).clamp(min=0)
@@ -142,7 +142,7 @@ def repack(
     for code, bits in enumerate(_BITS):
         for bit, (word, place) in enumerate(bits):
             words[..., word] |= (lanes[..., code] >> bit & 1) << place
-    stored = torch.nn.functional.pad(_encode_scales(scale), (0, g * _STEPS - scale.shape[1]))
+    stored = torch.nn.functional.pad(encode_scales(scale), (0, g * _STEPS - scale.shape[1]))
     # Through the two's complement: a word with bit 31 set is a negative int32.
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).view(n, g * 16), stored.view(torch.int32).contiguous()
