@@ -24,7 +24,7 @@ from qerl_kernels import ops, quantize
 PROMPTS, GROUP, PROMPT, ANSWER, VOCABULARY, TARGET = 8, 8, 4, 4, 64, 7
 
 
-def packed_llama(device: torch.device, dtype: torch.dtype) -> nn.Module:
+def packed_llama(device: torch.device, dtype: torch.dtype) -> peft.PeftModel:
     """Two random layers in NVFP4 with adapters of rank 8; everything else frozen."""
     torch.manual_seed(0)
     # Initialised wide enough for the frozen head to be able to say one token with certainty.
@@ -33,7 +33,8 @@ def packed_llama(device: torch.device, dtype: torch.dtype) -> nn.Module:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
         initializer_range=0.1, tie_word_embeddings=False,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).requires_grad_(False).to(device, dtype)
+    model = LlamaForCausalLM(config).requires_grad_(False)
+    model.to(device, dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]  (wrapped)
     for name, module in list(model.model.named_modules()):
         if isinstance(module, nn.Linear):
             packed = NVFP4Linear(*quantize.quantize_absmax(module.weight.float()))
@@ -44,7 +45,9 @@ def packed_llama(device: torch.device, dtype: torch.dtype) -> nn.Module:
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj",
                            "o_proj", "gate_proj", "up_proj", "down_proj"])  # fmt: skip
     lora._register_custom_module({NVFP4Linear: LoraLinear})
-    return peft.get_peft_model(model, lora)
+    wrapped = peft.get_peft_model(model, lora)
+    assert isinstance(wrapped, peft.PeftModel)
+    return wrapped
 
 
 class Sampler:
@@ -101,7 +104,7 @@ def learn(
     """Train until the mean reward of a step is `enough`; rewards by step, seconds, steps taken."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = packed_llama(device, dtype)
-    network = model.get_base_model()
+    network: Any = model.get_base_model()
     names = [f"model.layers.{i}.{n}" for i in range(2)
              for n in ("input_layernorm", "post_attention_layernorm")]  # fmt: skip
     norms = wrap_norms(network, names)

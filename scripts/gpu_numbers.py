@@ -33,9 +33,10 @@ class Weight:
     def __init__(self, n: int, k: int, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         disk = quantize.quantize_absmax(torch.randn(n, k, generator=generator))
-        self.disk = tuple(t.to(device) for t in disk)
+        packed, scale, divisor = (t.to(device) for t in disk)
+        self.disk = packed, scale, divisor
         self.dense = reference.dequantize(*disk)
-        self.packed = (*ops.repack(*self.disk), self.disk[2])
+        self.packed = (*ops.repack(packed, scale, divisor), divisor)
         self.k = k
 
 
@@ -70,8 +71,10 @@ def backward_error(tile: dispatch.Tile, device: torch.device, dtype: torch.dtype
 def unpack_error(device: torch.device, dtype: torch.dtype) -> float:
     """0 when exact, else the number of weights that differ."""
     w = Weight(67, 272, device)
-    dense = unpacking.unpack(*w.packed[:2], w.k, dtype)
-    return float((dense.double() * 256 != quantize.unscaled(*w.disk[:2], torch.float64)).sum())
+    dense = unpacking.unpack(w.packed[0], w.packed[1], w.k, dtype)
+    return float(
+        (dense.double() * 256 != quantize.unscaled(w.disk[0], w.disk[1], torch.float64)).sum()
+    )
 
 
 def fp8_error(device: torch.device, dtype: torch.dtype) -> float:

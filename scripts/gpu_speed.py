@@ -111,10 +111,14 @@ def _alternatives(
 ) -> dict[str, list[Callable[[], object]]]:
     """Name -> one call for each copy of the weight."""
     forward = direction == "forward"
-    launcher = matmul.nvfp4_matmul if forward else backward.nvfp4_matmul_t
-    extra = () if forward else (k,)
+
+    def product(w: Packed, tile: dispatch.Tile | None = None) -> Tensor:
+        if forward:
+            return matmul.nvfp4_matmul(x, *w.packed, tile=tile)
+        return backward.nvfp4_matmul_t(x, *w.packed, k, tile=tile)
+
     found: dict[str, list[Callable[[], object]]] = {
-        str(tile): [lambda w=w, t=tile: launcher(x, *w.packed, *extra, tile=t) for w in weights]
+        str(tile): [lambda w=w, t=tile: product(w, t) for w in weights]
         for tile in dispatch.tiles(dispatch.target_of(x.device), direction)
     }
 
@@ -126,13 +130,13 @@ def _alternatives(
 
     def invariant(w: Packed) -> Tensor:
         with ops.batch_invariant():
-            return launcher(x, *w.packed, *extra)
+            return product(w)
 
     found[UNPACKED] = [lambda w=w: unpacked(w) for w in weights]
     found["invariant"] = [lambda w=w: invariant(w) for w in weights]
     found["dense"] = [lambda d=d: x @ (d.t() if forward else d) for d in dense]
     if forward and importlib.util.find_spec("bitsandbytes"):
-        from bitsandbytes import functional, matmul_4bit
+        from bitsandbytes import functional, matmul_4bit  # pyright: ignore[reportMissingImports]
 
         quantized = [functional.quantize_4bit(d, quant_type="nf4") for d in dense]
         found["nf4"] = [lambda q=q: matmul_4bit(x, q[0].t(), q[1]) for q in quantized]

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +111,29 @@ def test_a_result_is_kept_and_found_again(tmp_path: Path):
     kept.write_text(json.dumps(result | {"registers": 77}))
     again = static.table(**options)
     assert again["kernels"] == [first["kernels"][0] | {"registers": 77}]
+
+
+def test_an_interrupted_table_leaves_no_compiler(monkeypatch: pytest.MonkeyPatch):
+    started: list[int] = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+
+    def stop(line: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        static.table(modules=["toy_kernels"], kernels=["toy"], path=[TESTS], say=stop)
+    for _ in range(100):  # killed processes vanish when they have been waited for
+        try:
+            os.killpg(started[0], 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("its processes are still there")
 
 
 # ---------------------------------------------------------------------------- without compiling
@@ -363,10 +387,17 @@ def triton_folder(version: str, home: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.7.1", "3.6.0", "3.9.0"])
 def test_every_kernel_on_every_target_keeps_its_budget(version: str, home: Path):
-    """No spill, no local memory, shared memory and instructions within limits, all of them."""
-    folder = triton_folder(version, home)
-    jobs = os.cpu_count() or 1
-    found = static.table(path=[folder], jobs=jobs, cache=home / "compiled")
+    """No spill, no local memory, shared memory and instructions within limits, all of them.
+
+    3.7.1 is what torch 2.13 brings, 3.6 the oldest; of 3.9 the products with NVFP4 are held.
+    """
+    newest = ["nvfp4_matmul", "nvfp4_matmul_t", "nvfp4_unpack"] if version == "3.9.0" else []
+    found = static.table(
+        path=[triton_folder(version, home)],
+        kernels=newest,
+        jobs=os.cpu_count() or 1,
+        cache=home / "compiled",
+    )
     assert found["problems"] == []
     assert {row["triton"] for row in found["kernels"]} == {version}
     assert {row["target"] for row in found["kernels"]} == set(ALL_TARGETS)

@@ -150,7 +150,7 @@ def _tiles(dtype: torch.dtype, stored: torch.dtype, size: int, repeat: int) -> t
     if dtype == torch.float32:
         return _Tile(m, 16, 4, 1), _Tile(m, 16, 4, 1)
     if stored != torch.uint8:
-        return _Tile(max(32, m), n, 4, 2), _Tile(m, n, 4, 3)
+        return _Tile(max(32, m), n, 4, 1 if size == 128 else 2), _Tile(m, n, 4, 3)
     tile = _Tile(m, 32, 1, 3) if size <= 64 else _Tile(m, n, 4, 2)
     return tile if size <= 128 else _Tile(m, n, 4, 1), tile
 

@@ -4,6 +4,8 @@ The contraction runs over the weight's rows, so its tile is the right operand an
 shared memory; the adapter's share, v A with v = dY B, joins the accumulator after the tensor's
 divisor. Shape letters: M tokens, N outputs, K inputs, R adapter rank, G groups of 128 along K.
 """
+# Launch options (num_warps, num_stages) are no parameters of the kernel.
+# pyright: reportCallIssue=false
 
 from collections.abc import Iterator
 

@@ -37,8 +37,8 @@ class Budgets:
             for target, entry in targets.items()
         }
 
-    def _by_triton(self, entry: Any) -> dict[str, float]:
-        return entry if isinstance(entry, dict) else dict.fromkeys(self.tritons, entry)
+    def _by_triton(self, entry: dict[str, float] | float) -> dict[str, float]:
+        return entry if isinstance(entry, dict) else {version: entry for version in self.tritons}
 
     def get(self, kernel: str, tile: str, target: int, triton: str) -> float | None:
         """The budget; None where none is recorded."""

@@ -4,6 +4,8 @@ Triton's interpreter multiplies the raw bit patterns of bfloat16 in `tl.dot`, fl
 subnormals, truncates instead of rounding to it, and knows no inline assembly. `INTERPRET` gates
 exactly those four things and is read in this file alone; the kernels are the same either way.
 """
+# Inside a kernel constants are Triton's own, which its stubs do not say.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 import os
 

@@ -3,6 +3,8 @@
 cuBLAS picks its kernel by shape, so a row's result can depend on how many rows there are. The
 adapter's first products go through here instead when that must not be. Shape letters: M, N, K.
 """
+# Launch options (num_warps, num_stages) are no parameters of the kernel.
+# pyright: reportCallIssue=false
 
 from collections.abc import Iterator
 

@@ -5,6 +5,8 @@ operand is the activations, unrounded 16-bit. Block scales are folded in before 
 (exact), the tensor's divisor after it, in fp32. Shape letters: M tokens, N outputs, K inputs,
 R adapter rank, S splits, G groups of 128 along K.
 """
+# Launch options (num_warps, num_stages) are no parameters of the kernel.
+# pyright: reportCallIssue=false
 
 from collections.abc import Iterator
 

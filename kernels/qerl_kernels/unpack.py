@@ -3,6 +3,8 @@
 Reads 4.5 bits a weight, writes 16: 0.11 ms for 27,648 × 5,120 at 3.35 TB/s by arithmetic (not yet
 measured on a GPU). Shape letters: N outputs, K inputs, G groups of 128 along K.
 """
+# Launch options (num_warps, num_stages) are no parameters of the kernel.
+# pyright: reportCallIssue=false
 
 from collections.abc import Iterator
 
