@@ -89,7 +89,7 @@ def _nvfp4_matmul_t_kernel(
     tl.store(dx_ptr + offsets, narrow(acc, dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _check(dy, codes, scales, global_scale, in_features, v, a) -> tuple[int, int]:
+def check_backward(dy, codes, scales, global_scale, in_features, v, a) -> tuple[int, int]:
     """(M, N), or ValueError naming the argument that does not fit."""
     repack.check_repacked(codes, scales, in_features)
     n = codes.shape[0]
@@ -121,7 +121,7 @@ def nvfp4_matmul_t(
     codes, scales: repacked for this device, K = in_features. tile: instead of the one the dispatch
     would choose. Raises ValueError naming the argument that does not fit.
     """
-    m, n = _check(dy, codes, scales, global_scale, in_features, v, a)
+    m, n = check_backward(dy, codes, scales, global_scale, in_features, v, a)
     tile = tile or dispatch.fused_tile("backward", m, dy.device)
     dx = dy.new_empty(m, in_features)
     if m == 0:

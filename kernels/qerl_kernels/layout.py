@@ -49,17 +49,17 @@ def check_weight(
         raise ValueError(f"{name}: K must be a multiple of {BLOCK}, found {2 * half_k}")
     if scale.dtype not in SCALE_DTYPES or scale.shape != (n, 2 * half_k // BLOCK):
         raise ValueError(
-            f"scale must be float8_e4m3fn (or its bytes) [{n}, {2 * half_k // BLOCK}] for codes "
-            f"{tuple(packed.shape)}, found {scale.dtype} {tuple(scale.shape)}"
+            f"{name}: scale must be float8_e4m3fn (or its bytes) [{n}, {2 * half_k // BLOCK}] for "
+            f"codes {tuple(packed.shape)}, found {scale.dtype} {tuple(scale.shape)}"
         )
     if global_scale is not None:
-        check_global_scale(global_scale)
+        check_global_scale(global_scale, name)
 
 
-def check_global_scale(global_scale: torch.Tensor) -> None:
-    """Raise ValueError unless it is one float32 number."""
+def check_global_scale(global_scale: torch.Tensor, name: str = "weight") -> None:
+    """Raise ValueError, naming the layer, unless it is one float32 number."""
     if global_scale.dtype != torch.float32 or global_scale.numel() != 1:
         raise ValueError(
-            f"global_scale must be one float32, found {global_scale.dtype} "
+            f"{name}: global_scale must be one float32, found {global_scale.dtype} "
             f"{tuple(global_scale.shape)}"
         )

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from qerl_kernels import dispatch, launch
-from qerl_kernels.backward import nvfp4_matmul_t
+from qerl_kernels.backward import check_backward, nvfp4_matmul_t
 from qerl_kernels.cpu import inverse
 from qerl_kernels.gemm import gemm
-from qerl_kernels.matmul import nvfp4_matmul
+from qerl_kernels.matmul import check_forward, nvfp4_matmul
 from qerl_kernels.ptx import SCALE_SHIFT
 from qerl_kernels.unpack import unpack
 
@@ -42,6 +42,7 @@ def matmul(
     rows = _rows(x)
     u = None if u is None else _rows(u)
     if dispatch.is_large("forward", rows.shape[0], x.device):
+        check_forward(rows, codes, scales, global_scale, bias, u, b)
         weight, alpha = unpacked(rows, codes, scales, global_scale, rows.shape[1])
         first = rows.new_empty(1) if bias is None else bias
         y = torch.addmm(first, rows, weight.t(), beta=float(bias is not None), alpha=alpha)
@@ -65,6 +66,7 @@ def matmul_t(
     rows = _rows(dy)
     v = None if v is None else _rows(v)
     if dispatch.is_large("backward", rows.shape[0], dy.device):
+        check_backward(rows, codes, scales, global_scale, in_features, v, a)
         weight, alpha = unpacked(rows, codes, scales, global_scale, in_features)
         dx = torch.addmm(rows.new_empty(1), rows, weight, beta=0, alpha=alpha)
         if v is not None and a is not None:

@@ -157,7 +157,7 @@ def sum_splits(parts: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-def _check(x, codes, scales, global_scale, bias, u, b) -> tuple[int, int, int]:
+def check_forward(x, codes, scales, global_scale, bias, u, b) -> tuple[int, int, int]:
     """(M, N, K), or ValueError naming the argument that does not fit."""
     launch.check("x", x, dtype=(torch.bfloat16, torch.float16), shape=(None, None))
     m, k = x.shape
@@ -191,7 +191,7 @@ def nvfp4_matmul(
     codes, scales: repacked for this device (`dispatch.lane_order`). tile: instead of the one the
     dispatch would choose. Raises ValueError naming the argument that does not fit.
     """
-    m, n, k = _check(x, codes, scales, global_scale, bias, u, b)
+    m, n, k = check_forward(x, codes, scales, global_scale, bias, u, b)
     tile = tile or dispatch.fused_tile("forward", m, x.device)
     y = x.new_empty(m, n)
     if m == 0:

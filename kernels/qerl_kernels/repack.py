@@ -71,7 +71,7 @@ def check_values(scale: Tensor, global_scale: Tensor, name: str = "weight") -> N
             f"{name}: block scale [{row}, {block}] is {value}; NVFP4 scales are finite and not "
             "negative: quantize the layer again"
         )
-    layout.check_global_scale(global_scale)
+    layout.check_global_scale(global_scale, name)
     g = global_scale.item()
     if not 0 < g < float("inf"):
         raise ValueError(f"{name}: global scale is {g}; it must be positive and finite")
@@ -145,7 +145,7 @@ def repack(
     stored = torch.nn.functional.pad(encode_scales(scale), (0, g * _STEPS - scale.shape[1]))
     # Through the two's complement: a word with bit 31 set is a negative int32.
     words = torch.where(words >= 2**31, words - 2**32, words)
-    return words.to(torch.int32).view(n, g * 16), stored.view(torch.int32).contiguous()
+    return words.to(torch.int32).view(n, g * 16), stored.contiguous().view(torch.int32)
 
 
 @torch.no_grad()

@@ -138,6 +138,8 @@ def _save_lora(ctx, inputs, output) -> None:
 def _lora_backward(ctx, dy: Tensor, du: Tensor):
     """With y = x Wᵀ + u Bᵀ, u = s x Aᵀ: v = s dy B; dx = dy W + v A, dA = vᵀ x, dB = dyᵀ u."""
     x, u, a, b = ctx.saved_tensors
+    if torch.is_grad_enabled():  # differentiated once more: u must carry x and a
+        u = _op_narrow(x, a.t(), ctx.scaling)
     rows = dy.reshape(-1, dy.shape[-1])
     v = _op_narrow(dy, b, ctx.scaling)
     dx = dbias = da = db = None
