@@ -151,6 +151,21 @@ def invariance_error(device: torch.device, dtype: torch.dtype) -> float:
     return float(wrong)
 
 
+def far_rows_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Elements of the last rows of x and dy past 2³¹ that differ from the rows alone."""
+    m, width = 2**31 // 27648 + 64, 27648
+    w, wt = Weight(16, width, device), Weight(width, 16, device)
+    x = torch.randn(m, width, device=device, dtype=dtype)
+    wrong = 0
+    with ops.batch_invariant():
+        for product in (
+            lambda rows: ops.nvfp4_matmul(rows, *w.packed),
+            lambda rows: ops.nvfp4_matmul_t(rows, *wt.packed, 16),
+        ):
+            wrong += int((product(x)[-16:] != product(x[-16:])).sum())
+    return float(wrong)
+
+
 def graph_error(device: torch.device, dtype: torch.dtype) -> float:
     """A captured decode product, replayed on another input: elements that differ from eager."""
     w = Weight(512, 1024, device)
@@ -188,5 +203,6 @@ def checks(device: torch.device) -> Iterator[Check]:
             name = check.__name__.removesuffix("_error")
             yield f"{name} {kind}", lambda c=check, d=dtype: c(device, d)
     if device.type == "cuda":
+        yield "far rows", lambda: far_rows_error(device, torch.bfloat16)
         yield "graph", lambda: graph_error(device, torch.bfloat16)
         yield "compile", lambda: compile_error(device, torch.bfloat16)

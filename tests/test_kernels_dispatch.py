@@ -201,6 +201,12 @@ def test_flags_and_lane_order(target, version, monkeypatch, card):
     assert dispatch.lane_order(CPU) in repack.ORDERS
 
 
+@pytest.mark.parametrize("target, like", [(87, 80), (103, 100), (110, 100)])
+def test_a_card_between_ours_is_treated_like_the_one_below(target, like):
+    assert dispatch.target_flags(target) == dispatch.target_flags(like)
+    assert dispatch.tiles(target, "forward") == dispatch.tiles(like, "forward")
+
+
 @pytest.mark.parametrize("text, found", [("3.7.1", (3, 7)), ("3.10.0+git1a2b", (3, 10))])
 def test_triton_version_is_two_numbers(text, found, monkeypatch):
     monkeypatch.setattr(dispatch, "version", lambda name: {"triton": text}[name])

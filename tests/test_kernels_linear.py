@@ -190,6 +190,26 @@ def test_gemm(m, n, k, dtype):
         within(y, truth, 0.7 * (x.double().abs() @ w.double().abs().T), k)
 
 
+def test_more_elements_than_32_bit_offsets_reach(monkeypatch):
+    """In slices of rows, each with its part of the adapter: the bits are those of one launch."""
+    _, w = weight(48, 128)
+    x, dy = randn(37, 128, seed=1, dtype=BF16), randn(37, 48, seed=2, dtype=BF16)
+    low, b, a = (randn(*s, seed=3, dtype=BF16) for s in ((37, 8), (48, 8), (8, 128)))
+
+    def products() -> list[torch.Tensor]:
+        with launch.interpreting(), launch.batch_invariant():
+            return [
+                matmul.nvfp4_matmul(x, *w, None, low, b),
+                backward.nvfp4_matmul_t(dy, *w, 128, low, a),
+            ]
+
+    whole = products()
+    monkeypatch.setattr(launch, "MAX_OFFSET", 128 * 16)
+    assert len(list(launch.row_slices(37, 128))) == 3
+    for one, parts in zip(whole, products(), strict=True):
+        assert torch.equal(one, parts)
+
+
 def test_nothing_in_gives_nothing_out():
     _, w = weight(40, 144)
     with launch.interpreting():

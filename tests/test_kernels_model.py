@@ -145,3 +145,10 @@ def test_a_checkpoint_with_a_negative_scale_is_one_line(directory, tmp_path, mon
     monkeypatch.setattr(load.TensorReader, "__call__", damaged)
     with pytest.raises(QerlError, match=r"model: model.layers.1.mlp.up_proj: block scale \[3, 2\]"):
         load.load_packed(checkpoint, torch.bfloat16, torch.device("cpu"), lambda text: None)
+
+
+def test_float32_activations_on_a_gpu_are_refused_before_anything_is_read():
+    with pytest.raises(QerlError, match="dtype: float32 is not for a packed model on a GPU"):
+        load.load_base(
+            "nowhere/at-all", format="nvfp4", dtype=torch.float32, device=torch.device("cuda")
+        )

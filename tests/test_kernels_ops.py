@@ -332,3 +332,23 @@ def test_the_interpreter_must_be_chosen_before_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"), ops.interpreting():
         pass
+
+
+@pytest.mark.parametrize("repacked", [False, True])
+def test_an_adapter_that_does_not_fit_is_refused_on_both_paths(repacked):
+    """Eagerly, where no meta tensors look first."""
+    w, x = weight(repacked), randn(3, K, dtype=torch.bfloat16)
+    a, b = (t.detach() for t in adapter(torch.bfloat16))
+    dy, v = randn(3, N, dtype=torch.bfloat16), randn(3, R, dtype=torch.bfloat16)
+
+    def refused(message: str, op, *arguments) -> None:
+        path = ops.interpreting() if repacked else contextlib.nullcontext()
+        with path, pytest.raises(ValueError, match=message):
+            op(*arguments)
+
+    forward, backward = ops.nvfp4_lora_matmul, QERL.nvfp4_lora_matmul_t.default
+    refused(r"a \[R, 144\] and b \[48, R\]", forward, x, *w, None, a, b[:, 1:], 1.0)
+    refused("a and b must be bfloat16 like x", forward, x, *w, None, a.float(), b, 1.0)
+    refused("rank must be at least 1, found 0", forward, x, *w, None, a[:0], b[:, :0], 1.0)
+    refused("v and a must be bfloat16", backward, dy, *w, v[:, 1:], a)
+    refused("v and a must be bfloat16", backward, dy, *w, v.float(), a)

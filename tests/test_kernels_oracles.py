@@ -21,6 +21,7 @@ import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization.lifecycle.forward import dequantize as their_dequantize
 from demo_home import shared_home
+from safetensors.torch import load_file, save_file
 
 from qerl_kernels import layout, quantize, reference, repack
 from qerl_kernels.launch import interpreting
@@ -119,27 +120,29 @@ def test_compressed_tensors():
 
 TORCHAO = """
 import sys, torch
+from safetensors.torch import load_file, save_file
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
-given = torch.load(sys.argv[1])
+given = load_file(sys.argv[1])
 def tensor(multiplier):
     return NVFP4Tensor(given["packed"], given["scale"], 16, torch.float32,
                        per_tensor_scale=multiplier)
 plain = tensor(None)
 out = {"v": f4_unpacked_to_f32(unpack_uint4(given["packed"])), "s": plain.get_hp_scales(),
        "v_s": plain.dequantize(torch.float32),
-       "divided": [tensor(m).dequantize(torch.float32) for m in given["multipliers"]]}
+       "divided": torch.stack([tensor(m).dequantize(torch.float32) for m in given["multipliers"]])}
 made = NVFP4Tensor.to_nvfp4(given["weight"], per_tensor_scale=given["weight"].abs().max() / 2688)
 out |= {"packed": made.qdata, "scale": made.scale, "multiplier": made.per_tensor_scale,
         "made": made.dequantize(torch.float32)}
-torch.save(out, sys.argv[2])
+save_file({name: t.contiguous() for name, t in out.items()}, sys.argv[2])
 """
 
 # The one file of vLLM that emulates NVFP4, with stand-ins for what else it imports: the package
 # itself needs all it depends on at import.
 VLLM = """
 import sys, types, torch
-given = torch.load(sys.argv[1])
+from safetensors.torch import load_file, save_file
+given = load_file(sys.argv[1])
 class Anything:
     def __getattr__(self, name): return lambda *a, **k: None
 for name, parts in {
@@ -158,10 +161,11 @@ def dequantize(packed, multiplier):
     return emulation.dequantize_to_dtype(packed, given["scale"], multiplier, torch.float32,
                                          swizzle=False)
 ones = torch.full_like(given["packed"], 0x22)
-torch.save({"v": emulation.break_fp4_bytes(given["packed"], torch.float32),
+out = {"v": emulation.break_fp4_bytes(given["packed"], torch.float32),
             "s": dequantize(ones, torch.ones(1))[:, ::16],
             "v_s": dequantize(given["packed"], torch.ones(1)),
-            "divided": [dequantize(given["packed"], m) for m in given["multipliers"]]}, sys.argv[2])
+            "divided": torch.stack([dequantize(given["packed"], m) for m in given["multipliers"]])}
+save_file({name: t.contiguous() for name, t in out.items()}, sys.argv[2])
 """
 
 
@@ -169,15 +173,15 @@ def run(code: str, folder: Path, *arguments: str, path: Path | None = None) -> d
     """`code` in a process of its own on every (byte, scale) pair and a random weight."""
     packed, scale = every_pair()
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    given, made = folder / "given.pt", folder / "made.pt"
-    multipliers = [1 / torch.tensor(divisor) for divisor in DIVISORS]
-    torch.save(
+    given, made = folder / "given.safetensors", folder / "made.safetensors"
+    multipliers = 1 / torch.tensor(DIVISORS)
+    save_file(
         {"packed": packed, "scale": scale, "multipliers": multipliers, "weight": weight}, given
     )
     prefix = "" if path is None else f"import sys; sys.path.insert(0, {str(path)!r})\n"
     command = [sys.executable, "-P", "-c", prefix + code, str(given), str(made), *arguments]
     subprocess.run(command, check=True)
-    return torch.load(made)
+    return load_file(made)
 
 
 def fetched(package: str, *options: str) -> Path:

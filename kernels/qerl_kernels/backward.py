@@ -21,7 +21,7 @@ from qerl_kernels.matmul import UNSCALE
 from qerl_kernels.variants import Variant
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "G"])
 def _nvfp4_matmul_t_kernel(
     dy_ptr,  # [M, N]
     codes_ptr,  # int32 [N, 16·G]
@@ -124,21 +124,27 @@ def nvfp4_matmul_t(
     m, n = check_backward(dy, codes, scales, global_scale, in_features, v, a)
     tile = tile or dispatch.fused_tile("backward", m, dy.device)
     dx = dy.new_empty(m, in_features)
-    if m == 0:
-        return dx
     rank = 0 if v is None else v.shape[1]
-    groups = repack.groups(in_features)
+    for rows in launch.row_slices(m, max(n, rank)):
+        v_rows = None if v is None else v[rows]
+        _backward(dy[rows], codes, scales, global_scale, v_rows, a, tile, dx[rows])
+    return dx
+
+
+def _backward(dy, codes, scales, global_scale, v, a, tile: Tile, dx) -> None:
+    (m, n), k = dy.shape, dx.shape[1]
+    rank = 0 if v is None else v.shape[1]
+    groups = repack.groups(k)
     grid = (triton.cdiv(groups, tile.groups), triton.cdiv(m, tile.bm))
     flags = dispatch.flags(dy.device)
     _nvfp4_matmul_t_kernel[grid](
         dy, codes, scales, global_scale, dy if v is None else v, dy if a is None else a, dx,
-        m, n, in_features, groups, rank,
+        m, n, k, groups, rank,
         BM=tile.bm, BN=tile.bn, GROUPS=tile.groups, BR=16, HAS_LORA=rank > 0,
         EVEN=n % tile.bn == 0 and groups % tile.groups == 0,
         FMA=flags["FMA"], WIDE=flags["WIDE"],
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return dx
 
 
 def variants() -> Iterator[Variant]:

@@ -40,13 +40,11 @@ def tasks(modules: Iterable[str], kernels: Sequence[str], targets: Sequence[int]
     for name in kernels:
         if not any(_named(kernel, name) for kernel in known):
             raise StaticError(f"--kernel {name!r}: there are {', '.join(known)}")
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     found = [
         (variant, target)
         for variant in variants
         for target in variant.targets
-        if version >= variant.min_triton
-        and (not targets or target in targets)
+        if (not targets or target in targets)
         and (not kernels or any(_named(variant.kernel, name) for name in kernels))
     ]
     _check_names(found)

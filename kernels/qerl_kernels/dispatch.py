@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from qerl_kernels import launch
-from qerl_kernels.variants import ALL_TARGETS, BEFORE_HOPPER
+from qerl_kernels.variants import ALL_TARGETS
 
 # Products with an NVFP4 weight, and those with an E4M3 one.
 Pass = Literal["forward", "backward", "fp8_forward", "fp8_backward"]
@@ -129,11 +129,11 @@ def target_flags(target: int) -> dict[str, bool]:
     FMA: no bf16x2 multiply. BY_LANE: warps own rows as mma.sync and wgmma want them. WIDE: before
     3.8 Triton halves the operand width behind a join, so that mma.sync takes k = 4t … 4t+3 a lane.
     """
-    uses_mma_sync = target not in (90, 100)
+    family = _family(target)
     return {
-        "FMA": target in BEFORE_HOPPER,
-        "WIDE": uses_mma_sync and _triton_version() < (3, 8),
-        "BY_LANE": target != 100,
+        "FMA": target < 90,
+        "WIDE": family in ("80", "120") and _triton_version() < (3, 8),
+        "BY_LANE": family != "100",
     }
 
 

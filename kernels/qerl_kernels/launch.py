@@ -11,6 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+# Kernels address a tile's rows with 32-bit offsets: 64-bit ones cost registers on every card.
+MAX_OFFSET = 2**31 - 1
+
 
 class _Modes:
     interpreting = False
@@ -83,6 +86,12 @@ def cpu_or_interpreter(cpu: Callable, cuda: Callable) -> Callable:
         return cuda(*args) if _Modes.interpreting else cpu(*args)
 
     return call
+
+
+def row_slices(m: int, width: int) -> Iterator[slice]:
+    """Parts of m rows of `width` elements, each small enough for 32-bit offsets."""
+    step = max(1, MAX_OFFSET // width)
+    return (slice(start, min(start + step, m)) for start in range(0, m, step))
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor | None = None) -> None:

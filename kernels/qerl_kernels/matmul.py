@@ -50,7 +50,7 @@ def in_place(tile, BN: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, BY_LA
     return split.permute(0, 2, 1, 3, 4).reshape(BN, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "G", "groups_per_split"])
 def _nvfp4_matmul_kernel(
     x_ptr,  # [M, K]
     codes_ptr,  # int32 [N, 16·G]
@@ -194,8 +194,14 @@ def nvfp4_matmul(
     m, n, k = check_forward(x, codes, scales, global_scale, bias, u, b)
     tile = tile or dispatch.fused_tile("forward", m, x.device)
     y = x.new_empty(m, n)
-    if m == 0:
-        return y
+    for rows in launch.row_slices(m, k):
+        u_rows = None if u is None else u[rows]
+        _forward(x[rows], codes, scales, global_scale, bias, u_rows, b, tile, y[rows])
+    return y
+
+
+def _forward(x, codes, scales, global_scale, bias, u, b, tile: Tile, y) -> None:
+    (m, k), n = x.shape, codes.shape[0]
     splits, per_split = dispatch.splits(tile, m, n, repack.groups(k), x.device)
     out = y if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     rank = 0 if u is None else u.shape[1]
@@ -209,7 +215,8 @@ def nvfp4_matmul(
         EVEN_K=k % 128 == 0, **dispatch.flags(x.device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return y if splits == 1 else sum_splits(out, y)
+    if splits > 1:
+        sum_splits(out, y)
 
 
 _POINTERS = {"codes_ptr": "*i32", "scales_ptr": "*i32", "global_ptr": "*fp32"}

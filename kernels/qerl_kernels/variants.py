@@ -12,8 +12,6 @@ from typing import Any
 # B200, 50 series and RTX PRO 6000, GB10.
 ALL_TARGETS = (80, 86, 89, 90, 100, 120, 121)
 BEFORE_HOPPER = (80, 86, 89)
-HOPPER_ON = (90, 100, 120, 121)
-BLACKWELL = (100, 120, 121)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +36,3 @@ class Variant:
     num_stages: int
     elements: int | None
     targets: tuple[int, ...] = ALL_TARGETS
-    min_triton: tuple[int, int] = (3, 6)

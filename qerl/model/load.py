@@ -66,6 +66,11 @@ def load_base(
 
     Raises QerlError for a model that does not exist or a format it does not have.
     """
+    if format == "nvfp4" and device.type == "cuda" and dtype == torch.float32:
+        raise QerlError(
+            "dtype: float32 is not for a packed model on a GPU, whose kernels take 16-bit "
+            "activations; set dtype=bfloat16 (or auto)"
+        )
     source, hub_id = resolve_model(model, say)
     checkpoint = nvfp4_directory(source, say) if format == "nvfp4" else source
     if format == "nvfp4":

@@ -53,6 +53,8 @@ def _check_factors(x: Tensor, a: Tensor, b: Tensor, n: int) -> None:
             f"the adapter must be a [R, {x.shape[-1]}] and b [{n}, R], found {list(a.shape)} and "
             f"{list(b.shape)}"
         )
+    if not a.shape[0]:
+        raise ValueError("the adapter's rank must be at least 1, found 0")
     if a.dtype != x.dtype or b.dtype != x.dtype:
         raise ValueError(
             f"a and b must be {str(x.dtype)[6:]} like x, found {str(a.dtype)[6:]} and "
@@ -87,6 +89,7 @@ def _lora_fake(x, packed, scale, global_scale, bias, a, b, scaling):
 
 
 def _lora_t_fake(dy, packed, scale, global_scale, v, a):
+    _check_gradient_factors(dy, v, a)
     return _matmul_t_fake(dy, packed, scale, global_scale, a.shape[1])
 
 
@@ -95,12 +98,33 @@ def _cpu_matmul_t(dy, packed, scale, global_scale, in_features):
     return cpu.matmul_t_cpu(dy, packed, scale, global_scale)
 
 
+def _check_gradient_factors(dy: Tensor, v: Tensor, a: Tensor) -> None:
+    if v.shape != (*dy.shape[:-1], a.shape[0]) or v.dtype != dy.dtype or a.dtype != dy.dtype:
+        raise ValueError(
+            f"v and a must be {str(dy.dtype)[6:]} {[*dy.shape[:-1], a.shape[0]]} and [R, K] like "
+            f"dy, found {str(v.dtype)[6:]} {list(v.shape)} and {str(a.dtype)[6:]} {list(a.shape)}"
+        )
+
+
+def _cpu_lora(x, packed, scale, global_scale, bias, a, b, scaling):
+    _check_factors(x, a, b, packed.shape[0])
+    return cpu.lora_matmul_cpu(x, packed, scale, global_scale, bias, a, b, scaling)
+
+
+def _cpu_lora_t(dy, packed, scale, global_scale, v, a):
+    _check_gradient_factors(dy, v, a)
+    _check_weight(packed, scale, global_scale, a.shape[1])
+    return cpu.lora_matmul_t_cpu(dy, packed, scale, global_scale, v, a)
+
+
 def _cuda_lora(x, packed, scale, global_scale, bias, a, b, scaling):
+    _check_factors(x, a, b, packed.shape[0])
     u = _cuda_narrow(x, a.t(), scaling)
     return _cuda_matmul(x, packed, scale, global_scale, bias, u, b.contiguous()), u
 
 
 def _cuda_lora_t(dy, packed, scale, global_scale, v, a):
+    _check_gradient_factors(dy, v, a)
     return _cuda_matmul_t(dy, packed, scale, global_scale, a.shape[1], v, a.contiguous())
 
 
@@ -204,12 +228,10 @@ _register(
     _save_matmul_t,
     _matmul_t_backward,
 )
-_register(
-    "nvfp4_lora_matmul", cpu.lora_matmul_cpu, _cuda_lora, _lora_fake, _save_lora, _lora_backward
-)
+_register("nvfp4_lora_matmul", _cpu_lora, _cuda_lora, _lora_fake, _save_lora, _lora_backward)
 _register(
     "nvfp4_lora_matmul_t",
-    cpu.lora_matmul_t_cpu,
+    _cpu_lora_t,
     _cuda_lora_t,
     _lora_t_fake,
     _save_lora_t,
