@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python scripts/check_size.py
 
 test: lint
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m "slow and not gpu"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process a core; their threads would only contend
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels run in Triton's interpreter here; it is chosen when a kernel is decorated, at import.
 os.environ["TRITON_INTERPRET"] = "1"
 
