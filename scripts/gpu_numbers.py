@@ -45,8 +45,12 @@ def randn(*shape: int, seed: int, like: tuple[torch.device, torch.dtype]) -> Ten
     return values.to(*like)
 
 
-def forward_error(tile: dispatch.Tile, device: torch.device, dtype: torch.dtype) -> float:
-    m, n, k, r, like = tile.bm + 1, tile.bn + 3, 9 * 128 + 16, 8, (device, dtype)
+def forward_error(
+    tile: dispatch.Tile, even: bool, device: torch.device, dtype: torch.dtype
+) -> float:
+    """even: the loop without masks, which whole models run; else the one with them."""
+    m, n, r, like = tile.bm + 1, tile.bn + 3, 8, (device, dtype)
+    k = 9 * 128 + (0 if even else 16)
     w = Weight(n, k, device)
     x, u = randn(m, k, seed=1, like=like), randn(m, r, seed=2, like=like)
     b, z = randn(n, r, seed=3, like=like), randn(n, seed=4, like=like)
@@ -56,9 +60,11 @@ def forward_error(tile: dispatch.Tile, device: torch.device, dtype: torch.dtype)
     return excess(y, x @ w.dense.T + u @ b.T + z, sums, k + r)
 
 
-def backward_error(tile: dispatch.Tile, device: torch.device, dtype: torch.dtype) -> float:
-    m, n, r, like = tile.bm + 1, 2 * tile.bn + 3, 8, (device, dtype)
-    k = 128 * tile.groups + 16
+def backward_error(
+    tile: dispatch.Tile, even: bool, device: torch.device, dtype: torch.dtype
+) -> float:
+    m, n, r, like = tile.bm + 1, 2 * tile.bn + (0 if even else 3), 8, (device, dtype)
+    k = 128 * tile.groups + (0 if even else 16)
     w = Weight(n, k, device)
     dy, v = randn(m, n, seed=1, like=like), randn(m, r, seed=2, like=like)
     a = randn(r, k, seed=3, like=like)
@@ -77,15 +83,57 @@ def unpack_error(device: torch.device, dtype: torch.dtype) -> float:
     )
 
 
+def layer_error(device: torch.device, dtype: torch.dtype) -> float:
+    """The adapted layer past the largest fused tile, forward and backward: unpacked and cuBLAS."""
+    like, r, n, k = (device, dtype), 8, 67, 272
+    target = dispatch.target_of(device)
+    m = 1 + max(dispatch.tiles(target, d)[-1].max_m for d in ("forward", "backward"))
+    w = Weight(n, k, device)
+    x = randn(m, k, seed=1, like=like).requires_grad_()
+    a, b = randn(r, k, seed=2, like=like), randn(n, r, seed=3, like=like)
+    dy = randn(m, n, seed=4, like=like)
+    y = ops.nvfp4_lora_matmul(x, *w.packed, None, a, b, 0.5)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    x, a, b, dy = (t.detach().double().cpu() for t in (x, a, b, dy))
+    whole, size = w.dense + 0.5 * b @ a, w.dense.abs() + 0.5 * b.abs() @ a.abs()
+    # u and v, the products with the small factor, are rounded to dtype on their way, and so is
+    # cuBLAS' product before the adapter is added.
+    slack = 4 * HALF_ULP[dtype]
+    return max(
+        float(((f.detach().double().cpu() - t).abs() / (slack * s + 1e-7)).max())
+        for f, t, s in (
+            (y, x @ whole.T, x.abs() @ size.T),
+            (dx, dy @ whole, dy.abs() @ size),
+        )
+    )
+
+
 def fp8_error(device: torch.device, dtype: torch.dtype) -> float:
-    n, k = 131, 272
+    """Both products, few rows and many, one scale a tensor and one a channel."""
+    n, k, worst = 131, 272, 0.0
     weight = randn(n, k, seed=0, like=(torch.device("cpu"), torch.float32))
-    codes, scale = weight.to(torch.float8_e4m3fn), torch.full((1,), 0.37)
-    x = randn(17, k, seed=1, like=(device, dtype))
-    y = ops.fp8_matmul(x, codes.to(device), scale.to(device))
-    wide = x.double().cpu()
-    truth = reference.fp8_matmul(wide, codes, scale)
-    return excess(y, truth, wide.abs() @ (codes.double().abs() * 0.37).T, k)
+    codes = weight.to(torch.float8_e4m3fn)
+    many = 1 + dispatch.tiles(dispatch.target_of(device), "fp8_forward")[-1].max_m
+    for m in (17, many):
+        x = randn(m, k, seed=1, like=(device, dtype))
+        dy = randn(m, n, seed=2, like=(device, dtype))
+        for scale in (torch.full((1,), 0.37), torch.linspace(0.1, 0.9, n)):
+            where = codes.to(device), scale.to(device)
+            y, dx = ops.fp8_matmul(x, *where), ops.fp8_matmul_t(dy, *where)
+            size = (codes.double() * scale.double().reshape(-1, 1)).abs()
+            wide, back = x.double().cpu(), dy.double().cpu()
+            forward, sums = reference.fp8_matmul(wide, codes, scale), wide.abs() @ size.T
+            if m == 17:
+                worst = max(worst, excess(y, forward, sums, k))
+            # Many rows: scaled weights are rounded to dtype; backward, a scale a channel: dy is.
+            pairs = (
+                (y, forward, sums),
+                (dx, reference.fp8_matmul_t(back, codes, scale), back.abs() @ size),
+            )
+            for found, truth, sums in pairs:
+                error = (found.double().cpu() - truth).abs()
+                worst = max(worst, float((error / (2 * HALF_ULP[dtype] * sums + 1e-7)).max()))
+    return worst
 
 
 def norm_error(device: torch.device, dtype: torch.dtype) -> float:
@@ -102,21 +150,69 @@ def norm_error(device: torch.device, dtype: torch.dtype) -> float:
     return float(((y.double() - truth).abs() / allowed).max())
 
 
+def norm_bits_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Elements that differ from transformers' Llama and Gemma norms, where the mean is exact."""
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    generator = torch.Generator().manual_seed(3)
+    # Small integers, and 1024 of them: any order of summing their squares is exact.
+    x = torch.randint(-7, 8, (33, 1024), generator=generator).to(device, dtype)
+    differ = 0
+    for cls, family in ((LlamaRMSNorm, (0.0, True)), (GemmaRMSNorm, (1.0, False))):
+        module = cls(1024, eps=1e-6).to(device, dtype)
+        module.weight.data.copy_(randn(1024, seed=2, like=(device, dtype)))
+        y = ops.rms_norm(x, module.weight.detach(), None, None, 1e-6, *family)
+        differ += int((y != module(x)).sum())
+    return float(differ)
+
+
+def noisy_norm_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Noise of its own for each of three groups of rows; forward and backward, against float64."""
+    like = (device, dtype)
+    x = randn(9, 576, seed=1, like=like).requires_grad_()
+    w, dy = randn(576, seed=2, like=like), randn(9, 576, seed=3, like=like)
+    noise = 0.1 * randn(3, 576, seed=4, like=(device, torch.float32))
+    index = torch.tensor([0, 0, 1, 1, 1, 2, 2, 0, 1], dtype=torch.int32, device=device)
+    y = ops.rms_norm(x, w, noise, index)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    wide = x.detach().double().cpu().requires_grad_()
+    truth = reference.rms_norm(wide, w.cpu(), noise.cpu(), index.cpu().long())
+    (dtruth,) = torch.autograd.grad(truth, wide, dy.double().cpu())
+    # x̂ and y are rounded once each; the gradient adds two terms of that size.
+    return max(
+        float(
+            (
+                (f.detach().double().cpu() - t.detach()).abs()
+                / (4 * HALF_ULP[dtype] * (t.detach().abs() + s))
+            ).max()
+        )
+        for f, t, s in ((y, truth, 1e-6), (dx, dtruth, float(dtruth.abs().max())))
+    )
+
+
 def logprob_error(device: torch.device, dtype: torch.dtype) -> float:
-    hidden = randn(37, 256, seed=1, like=(device, dtype))
+    """Log-prob, entropy, mass of the 5 likeliest, and the gradient of the hidden states."""
+    hidden = randn(37, 256, seed=1, like=(device, dtype)).requires_grad_()
     weight = randn(1003, 256, seed=2, like=(device, dtype)) * 0.2
     targets = torch.arange(37, device=device) * 27
-    logp, entropy = ops.linear_logprob(hidden, weight, targets, 1 / 0.7, 15.0)
-    cpu = (hidden.cpu(), weight.cpu(), targets.cpu())
-    truth = reference.linear_logprob(*cpu, 1 / 0.7, 15.0)[:2]
+    found = ops.linear_logprob_topk(hidden, weight, targets, 5, 1 / 0.7, 15.0)
+    (dh,) = torch.autograd.grad(found[0].sum(), hidden)
+    wide = hidden.detach().double().cpu().requires_grad_()
+    rest = (weight.double().cpu(), targets.cpu())
+    truth = reference.linear_logprob(wide, *rest, 1 / 0.7, 15.0, 1.0, 5)
+    (dtruth,) = torch.autograd.grad(truth[0].sum(), wide)
     errors = [
-        (f.double().cpu() - t).abs().max() for f, t in zip((logp, entropy), truth, strict=True)
+        float((f.detach().double().cpu() - t.detach()).abs().max()) / 2e-4
+        for f, t in zip(found, truth, strict=True)
     ]
-    return float(max(errors)) / 2e-4
+    # The weights of the gradient's sum are rounded to dtype, and the result once more.
+    share = float((dh.double().cpu() - dtruth).norm() / dtruth.norm())
+    return max(*errors, share / (2 * HALF_ULP[dtype]))
 
 
 def attention_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Three rows of one group behind a prompt of 37 tokens, own tokens in pages of 16."""
+    """Three rows behind a prompt of 37 tokens, pages of 16: in full, windowed, capped, in E4M3."""
     like = (device, dtype)
     q = randn(3, 8, 64, seed=1, like=like)
     k_pages, v_pages = (randn(12, 16, 2, 64, seed=s, like=like) for s in (2, 3))
@@ -128,26 +224,41 @@ def attention_error(device: torch.device, dtype: torch.dtype) -> float:
         q, k_pages, v_pages, ints([3, 4], [5, 6], [7, 8]), ints(37 + 20, 37, 37 + 5),
         ints(0, 3), ints([0, 1, 2]), ints(37),
     )  # fmt: skip
-    out, _ = ops.decode_attention(*arguments, scale=0.125)
-    truth, _ = reference.decode_attention(*(t.cpu() for t in arguments), scale=0.125)
-    # Values are weighted averages: one rounding of the weights and one of the result.
-    return float((out.double().cpu() - truth.double()).abs().max()) / (4 * HALF_ULP[dtype])
+    codes = [pages.to(torch.float8_e4m3fn).view(torch.uint8) for pages in (k_pages, v_pages)]
+    in_bytes, scale = (q, *codes, *arguments[3:]), torch.tensor([0.5, 0.25])
+    worst = 0.0
+    for given, options in (
+        (arguments, {}), (arguments, {"window": 25}), (arguments, {"softcap": 3.0}),
+        (in_bytes, {"k_scale": scale, "v_scale": scale}),
+    ):  # fmt: skip
+        there = {n: o.to(device) if isinstance(o, Tensor) else o for n, o in options.items()}
+        out, _ = ops.decode_attention(*given, scale=0.125, **there)
+        truth, _ = reference.decode_attention(*(t.cpu() for t in given), scale=0.125, **options)
+        # Values are weighted averages: one rounding of the weights and one of the result.
+        worst = max(worst, float((out.double().cpu() - truth.double()).abs().max()))
+    return worst / (4 * HALF_ULP[dtype])
 
 
 def invariance_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Rows that differ by one bit between a batch of 70 and a batch of their own."""
-    w = Weight(131, 272, device)
-    x, dy = (
-        randn(70, 272, seed=1, like=(device, dtype)),
-        randn(70, 131, seed=2, like=(device, dtype)),
-    )
+    """Rows of an adapted layer that differ by a bit between a batch of 70 and one of their own."""
+    w, like = Weight(131, 272, device), (device, dtype)
+    x, dy = randn(70, 272, seed=1, like=like), randn(70, 131, seed=2, like=like)
+    a, b = randn(8, 272, seed=3, like=like), randn(131, 8, seed=4, like=like)
+
+    def both(rows: slice) -> list[Tensor]:
+        part = x[rows].clone().requires_grad_()
+        y = ops.nvfp4_lora_matmul(part, *w.packed, None, a, b, 0.5)
+        return [y, *torch.autograd.grad(y, part, dy[rows])]
+
+    wrong = 0
     with ops.batch_invariant():
-        y, dx = ops.nvfp4_matmul(x, *w.packed), ops.nvfp4_matmul_t(dy, *w.packed, w.k)
-        wrong = 0
+        whole = both(slice(0, 70))
         for i in (0, 33, 69):
             one = slice(i, i + 1)
-            wrong += not torch.equal(ops.nvfp4_matmul(x[one], *w.packed), y[one])
-            wrong += not torch.equal(ops.nvfp4_matmul_t(dy[one], *w.packed, w.k), dx[one])
+            wrong += sum(
+                not torch.equal(alone, among[one])
+                for alone, among in zip(both(one), whole, strict=True)
+            )
     return float(wrong)
 
 
@@ -194,12 +305,15 @@ def checks(device: torch.device) -> Iterator[Check]:
     target = dispatch.target_of(device)
     for dtype in HALF_ULP:
         kind = str(dtype)[6:]
-        for tile in dispatch.tiles(target, "forward"):
-            yield f"forward {tile} {kind}", lambda t=tile, d=dtype: forward_error(t, device, d)
-        for tile in dispatch.tiles(target, "backward"):
-            yield f"backward {tile} {kind}", lambda t=tile, d=dtype: backward_error(t, device, d)
-        for check in (unpack_error, fp8_error, norm_error, logprob_error, attention_error,
-                      invariance_error):  # fmt: skip
+        for direction, error in (("forward", forward_error), ("backward", backward_error)):
+            for tile in dispatch.tiles(target, direction):
+                for even in (False, True):
+                    name = f"{direction} {tile}{' even' * even} {kind}"
+                    yield name, lambda f=error, t=tile, e=even, d=dtype: f(t, e, device, d)
+        for check in (
+            unpack_error, layer_error, fp8_error, norm_error, norm_bits_error, noisy_norm_error,
+            logprob_error, attention_error, invariance_error,
+        ):  # fmt: skip
             name = check.__name__.removesuffix("_error")
             yield f"{name} {kind}", lambda c=check, d=dtype: c(device, d)
     if device.type == "cuda":

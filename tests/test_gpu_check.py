@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
+from triton.runtime.interpreter import InterpretedFunction
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -29,13 +32,14 @@ def names(pattern: str) -> list[str]:
 def test_numbers_cover_every_tile_in_both_types():
     for direction in ("forward", "backward"):
         tiles = dispatch.tiles(90, direction)
-        assert len(names(f"{direction} ")) == 2 * len(tiles)
-    assert {"unpack", "fp8", "norm", "logprob", "attention", "invariance"} <= {
-        name.split()[0] for name, _ in gpu_numbers.checks(CPU)
-    }
+        assert len(names(f"{direction} ")) == 4 * len(tiles)
 
 
-@pytest.mark.parametrize("name", ["unpack", "fp8", "norm", "logprob", "attention"])
+OTHERS = ["unpack", "layer", "fp8", "norm", "norm_bits", "noisy_norm", "logprob"]
+OTHERS += ["attention", "invariance"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_numbers_pass_under_the_interpreter(name):
     check = dict(gpu_numbers.checks(CPU))[f"{name} bfloat16"]
     with ops.interpreting():
@@ -43,13 +47,30 @@ def test_numbers_pass_under_the_interpreter(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_tile_passes_under_the_interpreter(direction):
-    checks = dict(gpu_numbers.checks(CPU))
+def test_numbers_launch_every_kernel_in_both_of_its_forms(monkeypatch):
+    """Kernels by their constexprs: what is masked and what is not, with and without each option."""
+    launched: dict[str, list[dict]] = {}
+    plain = InterpretedFunction.run
+
+    def counted(self, *args, grid, warmup, **kwargs):
+        launched.setdefault(self.fn.__name__, []).append(kwargs)
+        return plain(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
     with ops.interpreting():
-        for name in names(f"{direction} "):
+        for name, check in gpu_numbers.checks(CPU):
             if name.endswith(" bfloat16"):
-                assert checks[name]() <= 1, name
+                assert check() <= 1, name
+    package = Path(dispatch.__file__).parent
+    kernels = {
+        node.name
+        for file in package.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+    }
+    assert kernels - set(launched) == set()
+    for kernel, flag in (("_nvfp4_matmul_kernel", "EVEN_K"), ("_nvfp4_matmul_t_kernel", "EVEN")):
+        assert {call[flag] for call in launched[kernel]} == {False, True}
 
 
 def test_a_wrong_product_is_over_its_bound():
@@ -120,14 +141,18 @@ def test_measured_thresholds_go_into_the_table():
 
 
 def test_goals_are_ratios_of_the_worst():
-    found = gpu_speed.goals({"products": products()})
-    assert found["decode, share of copy bandwidth / 0.85"] == pytest.approx(1)
-    assert found["decode, times cuBLAS bf16 / 3"] == pytest.approx(1)
+    rows = products()
+    rows[2] |= {"shape": "7B q", "dense_us": 1.5 * rows[2]["us"]}
+    found = gpu_speed.goals({"products": rows})
+    assert found["decode, share of copy bandwidth / 0.85"]["ratio"] == pytest.approx(1)
+    worst = found["decode, times cuBLAS bf16 / 3"]
+    assert worst == {"ratio": pytest.approx(0.5), "worst": "7B q forward M 16"}
 
 
-def test_a_failing_section_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [AssertionError("off by one"), OutOfResources(9, 8, "shared")])
+def test_a_failing_section_is_recorded_and_the_next_one_runs(error, tmp_path, monkeypatch):
     def fails(device, quick, say):
-        raise AssertionError("off by one")
+        raise error
 
     monkeypatch.setattr(
         gpu_check, "SECTIONS", {"numbers": fails, "learn": lambda d, q, s: {"steps": 3}}
@@ -135,9 +160,23 @@ def test_a_failing_section_is_recorded_and_the_next_one_runs(tmp_path, monkeypat
     out = tmp_path / "results" / "gpu.json"
     gpu_check.run(CPU, ["numbers", "learn"], out, True, lambda text: None)
     report = json.loads(out.read_text())
-    assert report["sections"]["numbers"]["error"] == "AssertionError: off by one"
+    assert report["sections"]["numbers"]["error"] == f"{type(error).__name__}: {error}"
     assert report["sections"]["learn"]["ok"] and report["about"]["torch"] == torch.__version__
     assert list(tmp_path.rglob("*.partial")) == []
+
+
+def test_a_wrong_or_failing_kernel_does_not_hide_the_others(tmp_path, monkeypatch):
+    def fails():
+        raise OutOfResources(9, 8, "shared memory")
+
+    results = {"right": 0.5, "wrong": 1.5, "nan": float("nan")}
+    checks = [*((name, lambda r=r: r) for name, r in results.items()), ("fails", fails)]
+    monkeypatch.setattr(gpu_numbers, "checks", lambda device: iter(checks))
+    report = gpu_check.run(CPU, ["numbers"], tmp_path / "gpu.json", False, lambda text: None)
+    section = report["sections"]["numbers"]
+    assert not section["ok"] and section["error"] == "wrong: wrong, nan, fails"
+    assert section["share_of_bound"]["right"] == 0.5
+    assert section["share_of_bound"]["fails"].startswith("OutOfResources: out of resource")
 
 
 def test_without_a_gpu_one_line_and_status_2(monkeypatch, capsys):

@@ -117,6 +117,7 @@ SHAPES = {
     "bf16 GQA4": dict(),
     "fp32 GQA7 D80": dict(size=80, repeat=7, dtype=torch.float32),
     "fp16 MHA D128": dict(size=128, kv_heads=2, repeat=1, dtype=torch.float16),
+    "fp32 GQA16": dict(repeat=16, dtype=torch.float32),
     "bf16 bytes D128": dict(size=128, kv_heads=2, stored=torch.uint8),
     "fp16 bytes D64": dict(stored=torch.uint8, dtype=torch.float16),
     "fp32 bytes D80": dict(size=80, stored=torch.uint8, dtype=torch.float32),
@@ -151,6 +152,24 @@ def test_rows_that_see_little_or_nothing(path):
     found = run(path, **a)
     a["lengths"][5] = 0
     close(found, a)
+
+
+@pytest.mark.parametrize("length", [0, 30, 1000])
+@pytest.mark.parametrize("path", ["kernel", "cpu"])
+def test_a_batch_padded_with_rows_of_no_group(path, length):
+    """As a CUDA graph of a fixed size has: whole blocks past the last group, and metadata that is
+    the beginning of a larger buffer."""
+    a = case(groups=((2, 20),), own=(5, 1), dtype=torch.float32)
+    live = dict(a)
+    a["q"] = torch.cat([a["q"], torch.ones(62, *a["q"].shape[1:])])
+    a["block_table"] = torch.cat([a["block_table"], int32([[0] * a["block_table"].shape[1]] * 62)])
+    a["lengths"] = torch.cat([a["lengths"], int32([length] * 62)])
+    a["group_start"] = int32([0, 2, 64, 64])[:2]
+    a["prefix_length"] = int32([20, 20, 20])[:1]
+    a["prefix_table"] = torch.cat([a["prefix_table"]] * 3)[:1]
+    out, lse = run(path, **a)
+    assert (out[2:] == 0).all() and (lse[2:] == -torch.inf).all()
+    close((out[:2], lse[:2]), live)
 
 
 @pytest.mark.parametrize("path", ["kernel", "cpu"])
@@ -319,6 +338,7 @@ def test_memory_that_kernels_cannot_read_is_refused():
         (a | dict(v_pages=strided(a["v_pages"], -1)), "v_pages must have stride 1"),
         (bytes_, "k_pages must have a head size, page stride and offset of whole"),
         (wide, "head size of at most 256"),
+        (case(repeat=17), "at most 16 heads for each of k_pages' heads, found 17"),
         (a | dict(q=a["q"].double(), k_pages=a["k_pages"].double(), v_pages=a["v_pages"].double()),
          "q must be bfloat16 or float16 or float32"),
     ]:  # fmt: skip

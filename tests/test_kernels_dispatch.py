@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -201,15 +203,27 @@ def test_flags_and_lane_order(target, version, monkeypatch, card):
     assert dispatch.lane_order(CPU) in repack.ORDERS
 
 
-@pytest.mark.parametrize("target, like", [(87, 80), (103, 100), (110, 100)])
+@pytest.mark.parametrize("target, like", [(87, 80), (103, 100), (110, 100), (122, 120)])
 def test_a_card_between_ours_is_treated_like_the_one_below(target, like):
     assert dispatch.target_flags(target) == dispatch.target_flags(like)
     assert dispatch.tiles(target, "forward") == dispatch.tiles(like, "forward")
 
 
+@pytest.mark.parametrize("target", [86, 89, 103, 121])
+def test_a_measured_card_of_its_own_in_the_table_keeps_its_code(target, monkeypatch):
+    """Thresholds are data: an entry of its own must not change what the kernels are."""
+    monkeypatch.setattr(dispatch, "_triton_version", lambda: (3, 7))
+    before = dispatch.target_flags(target)
+    data = copy.deepcopy(dispatch.table())
+    data["targets"][str(target)] = data["targets"][dispatch._family(target)]
+    monkeypatch.setattr(dispatch, "table", lambda: data)
+    assert dispatch._family(target) == str(target)
+    assert dispatch.target_flags(target) == before
+
+
 @pytest.mark.parametrize("text, found", [("3.7.1", (3, 7)), ("3.10.0+git1a2b", (3, 10))])
 def test_triton_version_is_two_numbers(text, found, monkeypatch):
-    monkeypatch.setattr(dispatch, "version", lambda name: {"triton": text}[name])
+    monkeypatch.setattr("triton.__version__", text)
     assert dispatch._triton_version.__wrapped__() == found
 
 

@@ -267,6 +267,10 @@ def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
 
 
 WEIGHT_REFUSALS = [
+    (
+        {"codes": CODES[:0], "scales": SCALES[:0]},
+        r"at least one row and one block, found \[0, 144\]",
+    ),
     ({"codes": CODES.long()}, r"codes must be int32 \[N, 32\] \(repacked\) for K = 144"),
     ({"codes": CODES.flatten()}, r"codes must be int32 \[N, 32\]"),
     ({"codes": gaps(CODES)}, "codes must be contiguous"),

@@ -239,8 +239,7 @@ def test_variants_name_every_argument():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_real_vocabulary_at_the_real_chunk(dtype, monkeypatch):
+def test_a_real_vocabulary_at_the_real_chunk(monkeypatch):
     monkeypatch.undo()
-    check(*problem(3, 64, 50257, dtype), 0.5, 8.0, 0.9, top_k=50)
+    check(*problem(3, 64, 50257, torch.bfloat16), 0.5, 8.0, 0.9, top_k=50)
     assert launch.is_batch_invariant() is False

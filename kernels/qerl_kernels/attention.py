@@ -38,6 +38,8 @@ from qerl_kernels.launch import check, check_device
 from qerl_kernels.variants import Variant
 
 _NO_WINDOW = 2**30
+# Query heads a key-value head: more would need a taller tile, and those spill.
+MAX_REPEAT = 16
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -50,6 +52,8 @@ def _prefix_attention_kernel(
     block, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PER: tl.constexpr = M // REPEAT
     group = group_of(block, group_start, groups, PER)
+    if group >= groups:  # the grid has room for rows past the last group, which are in none
+        return
     group_first = tl.load(group_start + group)
     end = tl.load(group_start + group + 1)
     first = group_first + (block - group_first // PER - group) * PER
@@ -138,21 +142,20 @@ class _Tile:
     stages: int
 
 
-def _tiles(dtype: torch.dtype, stored: torch.dtype, size: int, repeat: int) -> tuple[_Tile, _Tile]:
-    """(prefix, own) for head size `size` and `repeat` query heads a key-value head.
+def _tiles(dtype: torch.dtype, stored: torch.dtype, size: int) -> tuple[_Tile, _Tile]:
+    """(prefix, own) for head size `size` and up to `MAX_REPEAT` query heads a key-value head.
 
     Chosen by registers and instructions of the compiled kernels. M is below 64 where it can be: a
     tile that wide goes to wgmma or tcgen05, whose set-up outweighs such small products. With bytes
     it is 16 and for D = 64 one warp: warps would each decode the whole tile.
     """
-    m = max(16, _power_of_two(repeat))
     n = 64 if size in (64, 128) else 32  # masks of a padded head take registers
     if dtype == torch.float32:
-        return _Tile(m, 16, 4, 1), _Tile(m, 16, 4, 1)
+        return _Tile(16, 16, 4, 1), _Tile(16, 16, 4, 1)
     if stored != torch.uint8:
-        return _Tile(max(32, m), n, 4, 1 if size == 128 else 2), _Tile(m, n, 4, 3)
-    tile = _Tile(m, 32, 1, 3) if size <= 64 else _Tile(m, n, 4, 2)
-    return tile if size <= 128 else _Tile(m, n, 4, 1), tile
+        return _Tile(32, n, 4, 1 if size == 128 else 2), _Tile(16, n, 4, 3)
+    tile = _Tile(16, 32, 1, 3) if size <= 64 else _Tile(16, n, 4, 2)
+    return tile if size <= 128 else _Tile(16, n, 4, 1), tile
 
 
 def _splits(tokens: int) -> int:
@@ -165,6 +168,10 @@ def _check_memory(q: Tensor, paged: Paged) -> None:
     check("q", q, dtype=(torch.bfloat16, torch.float16, torch.float32))
     if q.shape[2] > 256:
         raise ValueError(f"q must have a head size of at most 256, found {q.shape[2]}")
+    if (repeat := q.shape[1] // paged.k_pages.shape[2]) > MAX_REPEAT:
+        raise ValueError(
+            f"q must have at most {MAX_REPEAT} heads for each of k_pages' heads, found {repeat}"
+        )
     for name, tensor in paged.tensors().items():
         pool, table = name in ("k_pages", "v_pages"), name in ("block_table", "prefix_table")
         check(name, tensor, like=q, contiguous=not (pool or table))
@@ -195,7 +202,8 @@ def decode_attention(
 
     Grid, tiles and workspace (R · H · S · D fp32, S at most 32) follow from shapes, never from
     values: nothing is read back, and a CUDA graph can hold it. Raises ValueError for a shape,
-    dtype, device or stride that does not fit, and for a head size above 256.
+    dtype, device or stride that does not fit, for a head size above 256, and for more than 16 query
+    heads a key-value head.
     """
     paged = Paged(
         k_pages, v_pages, block_table, lengths, group_start, prefix_table, prefix_length,
@@ -245,7 +253,7 @@ class _Call:
     @property
     def tiles(self) -> tuple[_Tile, _Tile]:
         stored = self.paged.k_pages.dtype
-        return _tiles(self.q.dtype, stored, self.q.shape[2], self.repeat)
+        return _tiles(self.q.dtype, stored, self.q.shape[2])
 
     def tokens(self, table: Tensor) -> int:
         return table.shape[1] * self.paged.k_pages.shape[1]
@@ -300,27 +308,15 @@ class _Call:
         if not lse.numel():
             return out, lse
         merge_attention_kernel[q.shape[:2]](
-            sums=self.sums,
-            peaks=self.peaks,
-            norms=self.norms,
-            lengths=paged.lengths,
-            group_start=paged.group_start,
-            prefix_length=paged.prefix_length,
-            v_scale=paged.v_scale,
-            out=out,
-            lse=lse,
-            groups=paged.prefix_length.shape[0],
+            sums=self.sums, peaks=self.peaks, norms=self.norms, lengths=paged.lengths,
+            group_start=paged.group_start, prefix_length=paged.prefix_length,
+            v_scale=paged.v_scale, out=out, lse=lse, groups=paged.prefix_length.shape[0],
             prefix_tokens=self.tokens(paged.prefix_table),
-            own_tokens=self.tokens(paged.block_table),
-            heads=q.shape[1],
-            v_scale_stride=_stride(paged.v_scale),
-            splits=self.sums.shape[2],
-            D=q.shape[2],
-            DP=self.sums.shape[3],
-            REPEAT=self.repeat,
-            BYTES=paged.k_pages.dtype == torch.uint8,
+            own_tokens=self.tokens(paged.block_table), heads=q.shape[1],
+            v_scale_stride=_stride(paged.v_scale), splits=self.sums.shape[2], D=q.shape[2],
+            DP=self.sums.shape[3], REPEAT=self.repeat, BYTES=paged.k_pages.dtype == torch.uint8,
             num_warps=1,
-        )
+        )  # fmt: skip
         return out, lse
 
 
@@ -348,32 +344,33 @@ def _types(function, stored: str, kind: str, constexprs: dict) -> dict[str, str]
 
 
 def variants() -> Iterator[Variant]:
-    """Pages of 16 tokens, four query heads a key-value head; fp32, for checks, is left out."""
-    for size, kind, softcap in (
-        (64, "bf16", False),
-        (128, "bf16", False),
-        (128, "fp16", False),
-        (256, "bf16", True),
+    """Pages of 16 tokens; 4 query heads a key-value head, once 16, the most; no fp32 (checks)."""
+    for size, kind, softcap, repeat in (
+        (64, "bf16", False, 4),
+        (128, "bf16", False, 4),
+        (128, "fp16", False, 4),
+        (256, "bf16", True, 4),
+        (256, "bf16", True, 16),
     ):
         for stored in (kind, "i32"):
-            yield from _variants(size, kind, stored, softcap)
+            yield from _variants(size, kind, stored, softcap, repeat)
 
 
-def _variants(size: int, kind: str, stored: str, softcap: bool) -> Iterator[Variant]:
+def _variants(size: int, kind: str, stored: str, softcap: bool, repeat: int) -> Iterator[Variant]:
     dtype = _TYPES[kind]
     pool = torch.uint8 if stored == "i32" else dtype
-    tiles = _tiles(dtype, pool, size, 4)
+    tiles = _tiles(dtype, pool, size)
     kernels = ("prefix", _prefix_attention_kernel), ("own", _own_attention_kernel)
     for (part, function), tile in zip(kernels, tiles, strict=True):
         constexprs: dict[str, int | None] = dict(
-            D=size, DP=_padded(size), REPEAT=4, M=tile.m, N=tile.n, PAGE=16, SOFTCAP=softcap
+            D=size, DP=_padded(size), REPEAT=repeat, M=tile.m, N=tile.n, PAGE=16, SOFTCAP=softcap
         )
         if stored != "i32":
             constexprs["k_scale"] = None
         shape = f"{tile.m}x{tile.n}x{size} w{tile.warps} s{tile.stages}"
         yield Variant(
             kernel=f"decode_attention/{part}",
-            tile=f"{shape} {kind} {stored}{' cap' * softcap}",
+            tile=f"{shape} {kind} {stored}{' cap' * softcap}{f' of {repeat}' * (repeat > 4)}",
             function=function,
             types=_types(function, stored, kind, constexprs),
             constexprs=constexprs,
@@ -382,7 +379,7 @@ def _variants(size: int, kind: str, stored: str, softcap: bool) -> Iterator[Vari
             num_stages=tile.stages,
             elements=2 * tile.n * size,
         )
-    if kind != "bf16":  # merging is the same in both
+    if kind != "bf16" or repeat > 4:  # merging is the same in all
         return
     constexprs = dict(D=size, DP=_padded(size), REPEAT=4, BYTES=stored == "i32")
     if stored != "i32":

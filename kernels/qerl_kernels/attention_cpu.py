@@ -163,9 +163,9 @@ class _Batch:
 
     def _own(self, q: Tensor, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         lengths, prefix = self.paged.lengths[first:end], self.prefix[first:end]
-        longest = max(int((lengths - prefix).amax()), 0)
         covered = self.groups[-1][1] if self.groups else 0  # rows past the last group see nothing
         lengths = lengths.masked_fill(torch.arange(first, end) >= covered, 0)
+        longest = max(int((lengths - prefix).amax()), 0)
         key, value = self._gather(self.paged.block_table[first:end], longest)
         place = prefix[:, None] + torch.arange(longest)
         return self._part(q, key, value, self._visible(lengths, place))

@@ -18,7 +18,7 @@ from qerl_kernels import dispatch, launch, repack
 from qerl_kernels.device import dot, narrow, unpack_tile
 from qerl_kernels.dispatch import Tile
 from qerl_kernels.matmul import UNSCALE
-from qerl_kernels.variants import Variant
+from qerl_kernels.variants import KINDS, Variant
 
 
 @triton.jit(do_not_specialize=["M", "G"])
@@ -91,7 +91,7 @@ def _nvfp4_matmul_t_kernel(
 
 def check_backward(dy, codes, scales, global_scale, in_features, v, a) -> tuple[int, int]:
     """(M, N), or ValueError naming the argument that does not fit."""
-    repack.check_repacked(codes, scales, in_features)
+    repack.check_factor(codes, scales, in_features)
     n = codes.shape[0]
     launch.check("dy", dy, dtype=(torch.bfloat16, torch.float16), shape=(None, n))
     launch.check("codes", codes, like=dy)
@@ -148,18 +148,20 @@ def _backward(dy, codes, scales, global_scale, v, a, tile: Tile, dx) -> None:
 
 
 def variants() -> Iterator[Variant]:
-    """Every compilation the dispatch can choose, with the adapter's product."""
+    """Every tile of the dispatch with the adapter's product; with masks on a card of each kind."""
     for target, tiles in dispatch.all_tiles("backward"):
         for tile in tiles:
             for dtype in ("bf16", "fp16"):
-                yield _variant(tile, dtype, target)
+                yield _variant(tile, dtype, target, even=True)
+                if target in KINDS:
+                    yield _variant(tile, dtype, target, even=False)
 
 
-def _variant(tile: Tile, dtype: str, target: int) -> Variant:
+def _variant(tile: Tile, dtype: str, target: int, *, even: bool) -> Variant:
     half, flags = f"*{dtype}", dispatch.target_flags(target)
     return Variant(
         kernel="nvfp4_matmul_t",
-        tile=f"{tile} {dtype}",
+        tile=f"{tile} {dtype}{'' if even else ' masked'}",
         function=_nvfp4_matmul_t_kernel,
         types={
             "dy_ptr": half, "codes_ptr": "*i32", "scales_ptr": "*i32", "global_ptr": "*fp32",
@@ -168,7 +170,7 @@ def _variant(tile: Tile, dtype: str, target: int) -> Variant:
         },
         constexprs={
             "BM": tile.bm, "BN": tile.bn, "GROUPS": tile.groups, "BR": 16, "HAS_LORA": True,
-            "EVEN": True, "FMA": flags["FMA"], "WIDE": flags["WIDE"],
+            "EVEN": even, "FMA": flags["FMA"], "WIDE": flags["WIDE"],
         },
         divisible=frozenset({"N", "K"}),
         num_warps=tile.warps,

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,7 +118,9 @@ def splits(tile: Tile, m: int, n: int, groups: int, device: torch.device) -> tup
 
 @cache
 def _triton_version() -> tuple[int, int]:
-    major, minor = version("triton").split(".")[:2]
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
@@ -129,11 +130,11 @@ def target_flags(target: int) -> dict[str, bool]:
     FMA: no bf16x2 multiply. BY_LANE: warps own rows as mma.sync and wgmma want them. WIDE: before
     3.8 Triton halves the operand width behind a join, so that mma.sync takes k = 4t … 4t+3 a lane.
     """
-    family = _family(target)
+    generation = target // 10
     return {
-        "FMA": target < 90,
-        "WIDE": family in ("80", "120") and _triton_version() < (3, 8),
-        "BY_LANE": family != "100",
+        "FMA": generation == 8,
+        "WIDE": generation in (8, 12) and _triton_version() < (3, 8),  # mma.sync
+        "BY_LANE": generation not in (10, 11),  # tcgen05
     }
 
 

@@ -23,7 +23,7 @@ from qerl_kernels.device import dot, narrow, scaled_bf16
 from qerl_kernels.dispatch import Tile
 from qerl_kernels.fp8_cpu import check_weight
 from qerl_kernels.matmul import sum_splits
-from qerl_kernels.variants import ALL_TARGETS, Variant
+from qerl_kernels.variants import ALL_TARGETS, KINDS, Variant
 
 # The sign of two E4M3 bytes in the high halves of a word, and how far the rest moves right to be
 # a 16-bit float's exponent and fraction: bf16 v·2⁻¹²⁰, fp16 v·2⁻⁸, subnormals included.
@@ -308,30 +308,31 @@ def fp8_matmul_t(dy: Tensor, weight: Tensor, scale: Tensor, tile: Tile | None = 
 
 
 def variants() -> Iterator[Variant]:
-    """Every tile of every target in both types, with a scale for each output and a bias."""
+    """Every tile of every target, with a scale for each output and a bias; forms as in `matmul`."""
     for dtype in ("bf16", "fp16"):
         yield _dequantize_variant(dtype)
         for target in ALL_TARGETS:
-            for tile in dispatch.tiles(target, "fp8_forward"):
-                yield _forward_variant(tile, dtype, target)
-            for tile in dispatch.tiles(target, "fp8_backward"):
-                yield _backward_variant(tile, dtype, target)
+            for even in (True, False) if target in KINDS else (True,):
+                for tile in dispatch.tiles(target, "fp8_forward"):
+                    yield _forward_variant(tile, dtype, target, even)
+                for tile in dispatch.tiles(target, "fp8_backward"):
+                    yield _backward_variant(tile, dtype, target, even)
 
 
-def _forward_variant(tile: Tile, dtype: str, target: int) -> Variant:
-    half = f"*{dtype}"
+def _forward_variant(tile: Tile, dtype: str, target: int, even: bool) -> Variant:
+    half, split = f"*{dtype}", tile.split and even
     return Variant(
         kernel="fp8_matmul",
-        tile=f"{tile} {dtype}",
+        tile=f"{tile} {dtype}{'' if even else ' masked'}",
         function=_fp8_matmul_kernel,
         types={
             "x_ptr": half, "words_ptr": "*i32", "scale_ptr": "*fp32", "bias_ptr": half,
-            "y_ptr": "*fp32" if tile.split else half,
+            "y_ptr": "*fp32" if split else half,
             **dict.fromkeys(("M", "N", "K", "steps"), "i32"),
         },
         constexprs={
             "BM": tile.bm, "BN": tile.bn, "BK": 128 * tile.groups, "PER_CHANNEL": True,
-            "HAS_BIAS": True, "SPLIT": tile.split, "EVEN_K": True,
+            "HAS_BIAS": True, "SPLIT": split, "EVEN_K": even,
         },
         divisible=frozenset({"N", "K"}),
         num_warps=tile.warps,
@@ -341,18 +342,18 @@ def _forward_variant(tile: Tile, dtype: str, target: int) -> Variant:
     )  # fmt: skip
 
 
-def _backward_variant(tile: Tile, dtype: str, target: int) -> Variant:
+def _backward_variant(tile: Tile, dtype: str, target: int, even: bool) -> Variant:
     half = f"*{dtype}"
     return Variant(
         kernel="fp8_matmul_t",
-        tile=f"{tile} {dtype}",
+        tile=f"{tile} {dtype}{'' if even else ' masked'}",
         function=_fp8_matmul_t_kernel,
         types={
             "dy_ptr": half, "words_ptr": "*i32", "scale_ptr": "*fp32", "dx_ptr": half,
             **dict.fromkeys(("M", "N", "K"), "i32"),
         },
         constexprs={
-            "BM": tile.bm, "BN": tile.bn, "BK": 128 * tile.groups, "EVEN_N": True, "EVEN_K": True,
+            "BM": tile.bm, "BN": tile.bn, "BK": 128 * tile.groups, "EVEN_N": even, "EVEN_K": even,
         },
         divisible=frozenset({"N", "K"}),
         num_warps=tile.warps,

@@ -19,7 +19,7 @@ from qerl_kernels import dispatch, launch, repack
 from qerl_kernels.device import dot, narrow, unpack_tile
 from qerl_kernels.dispatch import Tile
 from qerl_kernels.ptx import SCALE_SHIFT
-from qerl_kernels.variants import Variant
+from qerl_kernels.variants import KINDS, Variant
 
 UNSCALE = tl.constexpr(float(2**SCALE_SHIFT))
 
@@ -161,7 +161,7 @@ def check_forward(x, codes, scales, global_scale, bias, u, b) -> tuple[int, int,
     """(M, N, K), or ValueError naming the argument that does not fit."""
     launch.check("x", x, dtype=(torch.bfloat16, torch.float16), shape=(None, None))
     m, k = x.shape
-    repack.check_repacked(codes, scales, k)
+    repack.check_factor(codes, scales, k)
     n = codes.shape[0]
     launch.check("codes", codes, like=x)
     launch.check("scales", scales, like=x)
@@ -224,22 +224,41 @@ _INTEGERS = ("M", "N", "K", "G", "R", "groups_per_split")
 
 
 def variants() -> Iterator[Variant]:
-    """Every compilation the dispatch can choose, with adapter and bias."""
+    """Every tile of the dispatch with adapter and bias, in two forms.
+
+    Whole groups of K, and where the tile may split, partial sums; and (for one card of each kind)
+    masks along K, and the result itself. The loop and what follows it do not depend on one
+    another, so the two hold for all four.
+    """
     for target, tiles in dispatch.all_tiles("forward"):
         for tile in tiles:
             for dtype in ("bf16", "fp16"):
-                yield _variant(tile, dtype, target)
+                yield _variant(tile, dtype, target, even=True)
+                if target in KINDS:
+                    yield _variant(tile, dtype, target, even=False)
+    yield Variant(
+        kernel="nvfp4_matmul/sum",
+        tile="1024",
+        function=_sum_splits_kernel,
+        types={"parts_ptr": "*fp32", "y_ptr": "*bf16", "size": "i32"},
+        constexprs={"SPLITS": 16, "BLOCK": 1024},
+        divisible=frozenset(),
+        num_warps=4,
+        num_stages=3,
+        elements=None,
+    )
 
 
-def _variant(tile: Tile, dtype: str, target: int) -> Variant:
+def _variant(tile: Tile, dtype: str, target: int, *, even: bool) -> Variant:
+    split = tile.split and even
     half = f"*{dtype}"
     types = {
         "x_ptr": half, **_POINTERS, "bias_ptr": half, "u_ptr": half, "b_ptr": half,
-        "y_ptr": "*fp32" if tile.split else half, **dict.fromkeys(_INTEGERS, "i32"),
+        "y_ptr": "*fp32" if split else half, **dict.fromkeys(_INTEGERS, "i32"),
     }  # fmt: skip
     return Variant(
         kernel="nvfp4_matmul",
-        tile=f"{tile} {dtype}",
+        tile=f"{tile} {dtype}{'' if even else ' masked'}",
         function=_nvfp4_matmul_kernel,
         types=types,
         constexprs={
@@ -249,8 +268,8 @@ def _variant(tile: Tile, dtype: str, target: int) -> Variant:
             "WARPS": tile.warps,
             "HAS_BIAS": True,
             "HAS_LORA": True,
-            "SPLIT": tile.split,
-            "EVEN_K": True,
+            "SPLIT": split,
+            "EVEN_K": even,
             **dispatch.target_flags(target),
         },  # fmt: skip
         divisible=frozenset({"N", "K"}),

@@ -166,6 +166,14 @@ def unrepack(
     return layout.pack(k_major), bytes_.contiguous().view(torch.float8_e4m3fn)
 
 
+def check_factor(codes: Tensor, scales: Tensor, in_features: int) -> None:
+    """`check_repacked`, and ValueError for a weight of nothing, which no grid can be made for."""
+    check_repacked(codes, scales, in_features)
+    if not codes.numel():
+        found = [codes.shape[0], in_features]
+        raise ValueError(f"a weight must have at least one row and one block, found {found}")
+
+
 def check_repacked(codes: Tensor, scales: Tensor, in_features: int) -> None:
     """Raise ValueError unless the tensors are one repacked weight with `in_features` inputs."""
     g = groups(in_features)

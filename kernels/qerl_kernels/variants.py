@@ -12,6 +12,8 @@ from typing import Any
 # B200, 50 series and RTX PRO 6000, GB10.
 ALL_TARGETS = (80, 86, 89, 90, 100, 120, 121)
 BEFORE_HOPPER = (80, 86, 89)
+# One card of each kind of tensor-core instruction and register file.
+KINDS = (80, 90, 100, 120)
 
 
 @dataclass(frozen=True, slots=True)

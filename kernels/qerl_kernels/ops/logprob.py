@@ -104,6 +104,8 @@ def linear_logprob_topk(
     The mass carries no gradient; of equally likely tokens any may count. top_k is 0 (and then the
     mass is [0]) to V. Raises ValueError as `linear_logprob` does.
     """
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise ValueError("weight must be frozen: the log-probability has no gradient for the head")
     with_jacobian = torch.is_grad_enabled() and hidden.requires_grad
     logp, entropy, mass, _ = _op_linear_logprob(
         hidden, weight, targets, logit_scale, softcap, inv_temperature, top_k, chunk, with_jacobian
