@@ -153,7 +153,9 @@ def _tiles(dtype: torch.dtype, stored: torch.dtype, size: int) -> tuple[_Tile, _
     if dtype == torch.float32:
         return _Tile(16, 16, 4, 1), _Tile(16, 16, 4, 1)
     if stored != torch.uint8:
-        return _Tile(32, n, 4, 1 if size == 128 else 2), _Tile(16, n, 4, 3)
+        if size > 128:  # 32 rows spill on some cards
+            return _Tile(16, n, 4, 2), _Tile(16, n, 4, 3)
+        return _Tile(32, n, 4, 2 if size <= 64 else 1), _Tile(16, n, 4, 3)
     tile = _Tile(16, 32, 1, 3) if size <= 64 else _Tile(16, n, 4, 2)
     return tile if size <= 128 else _Tile(16, n, 4, 1), tile
 
