@@ -2,8 +2,8 @@
 
 A user's mistake is one line on stderr and exit status 2, Ctrl-C is 130, SIGTERM 143; any other
 exception keeps its traceback, because it is ours. Nothing heavy is imported before a command needs
-it: help answers at once. The others: `qerl.cli_train`, `qerl.cli_model`, `qerl.cli_doctor`,
-`qerl.cli_bench`.
+it: help answers at once. The others: `qerl.cli_train`, `qerl.cli_model`, `qerl.cli_quantize`,
+`qerl.cli_doctor`, `qerl.cli_bench`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from qerl import cli_bench, cli_doctor, cli_model, cli_train
+from qerl import cli_bench, cli_doctor, cli_model, cli_quantize, cli_train
 from qerl.cli_options import Json, RunArgument
 from qerl.cli_output import Output
 from qerl.errors import QerlError
@@ -215,7 +215,7 @@ def init(
 
 
 for _command in (
-    cli_train.demo, cli_train.train, cli_train.resume, cli_train.quantize, cli_model.evaluate,
+    cli_train.demo, cli_train.train, cli_train.resume, cli_quantize.quantize, cli_model.evaluate,
     cli_model.generate, cli_model.chat, tail, cli_model.export, recipes, explain, init,
     cli_train.plan,
 ):  # fmt: skip

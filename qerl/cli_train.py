@@ -1,4 +1,4 @@
-"""Commands before and during training: demo, train, resume, quantize, plan.
+"""Commands before and during training: demo, train, resume, plan.
 
 Every import that brings torch is inside the command, under `quiet`: a library's warning at import
 time goes to a log like any other.
@@ -6,17 +6,12 @@ time goes to a log like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from qerl.cli_options import Changes, Json, RecipeArgument, RunArgument
 from qerl.cli_output import Output, quiet
 from qerl.errors import QerlError
-from qerl.files import check_writable
 
 if TYPE_CHECKING:
     from qerl.run import Run
@@ -82,83 +77,6 @@ def resume(run: RunArgument, changes: Changes = None, json: Json = None) -> None
 def _report_run(out: Output, run: Run) -> None:
     out.report({"run": str(run.folder.path), **run.summary})
     run.close()
-
-
-def quantize(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a 16-bit checkpoint.")
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="New folder.")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an NVFP4 checkpoint already there.")
-    ] = False,
-    json: Json = None,
-) -> None:
-    """Write a model as an NVFP4 checkpoint, 4.5 bits a weight.
-
-    In the layout of compressed-tensors, which vLLM and transformers read. Training does this by
-    itself, once, into the cache; this is for serving or sharing the result.
-
-    \b
-    qerl quantize smollm2-135m-instruct-pypi -o smollm2-nvfp4
-    qerl quantize Qwen/Qwen3-0.6B -o qwen3-nvfp4
-    """
-    output = output.expanduser()
-    with Output(json) as out:
-        check_writable("--output", output)
-        with quiet():
-            from qerl.model.load import resolve_model
-            from qerl.quantize.checkpoint import quantize_checkpoint
-
-            source, _ = resolve_model(model, out.say)
-            if overwrite:
-                _check_replaceable(output, source)
-            with _bar() as heard:
-                made = quantize_checkpoint(source, output, overwrite=overwrite, progress=heard)
-        out.say(_quantized(made))
-        out.report(made)
-
-
-def _check_replaceable(folder: Path, source: Path) -> None:
-    """Overwriting deletes the folder: only a checkpoint of this kind may be lost by it."""
-    from qerl.model.load import quantization_of
-
-    if not folder.exists():
-        return
-    if folder.resolve() in (source.resolve(), *source.resolve().parents):
-        raise QerlError(f"--output '{folder}': the model itself is there; name another folder")
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    is_model = (folder / "config.json").is_file()
-    if not is_model or quantization_of(folder).get("format") != "nvfp4-pack-quantized":
-        raise QerlError(
-            f"--output '{folder}': not an NVFP4 checkpoint, so it is not overwritten; "
-            "name another folder"
-        )
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on a terminal; elsewhere nothing, the result line says it all."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console()
-    with Progress(
-        console=console, transient=True, redirect_stderr=False, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("quantizing", total=None)
-        yield lambda done, total, layer: progress.update(task, completed=done, total=total)
-
-
-def _quantized(made: dict[str, Any]) -> str:
-    from qerl.console import human_bytes, human_seconds
-
-    before, after = human_bytes(made["source_bytes"]), human_bytes(made["bytes"])
-    return (
-        f"{made['path']}: {made['layers']} layers, {made['parameters']:,} weights in NVFP4, "
-        f"{before} became {after} in {human_seconds(made['seconds'])}"
-    )
 
 
 def plan(recipe: RecipeArgument, changes: Changes = None, json: Json = None) -> None:

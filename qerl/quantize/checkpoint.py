@@ -1,172 +1,233 @@
-"""Quantize a local checkpoint to NVFP4, a few tensors in memory at a time.
+"""Quantize a checkpoint to NVFP4, a layer in memory at a time.
 
-Reads safetensors (one file or sharded), writes what compressed-tensors calls
-`nvfp4-pack-quantized`: three tensors for each linear layer, everything else as it was. The output
-head and the embeddings stay in 16 bits; tied ones stay tied. Left out: mixture-of-experts
-checkpoints that store their experts as one 3-D tensor (those are not `nn.Linear` and are refused).
+Reads safetensors (one file or sharded) or a GGUF file, writes what compressed-tensors calls
+`nvfp4-pack-quantized` (or ModelOpt's layout): three tensors for each linear layer of the decoder,
+everything else as it was. The output head and the embeddings stay in 16 bits unless asked; tied
+ones stay tied, fused ones fused, a vision tower and multi-token heads as they are.
+
+Left out: mixture-of-experts checkpoints that store their experts as one 3-D tensor (those are not
+`nn.Linear` and are refused), and models that bring code of their own.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import QerlError
 from qerl.files import atomic_dir, check_writable, write_json
-from qerl.quantize import nvfp4
-from qerl.quantize.shards import SHARD_BYTES, Source, Writer
+from qerl.quantize import nvfp4, output, structure
+from qerl.quantize.gguf import GgufSource, check_gguf, write_tokenizer
+from qerl.quantize.job import Job, Progress
+from qerl.quantize.methods import CALIBRATED, METHODS
+from qerl.quantize.shards import PICKLE_FIX, SHARD_BYTES, Source, Tensors
+from qerl.quantize.writer import Say, Writer, unfinished
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
-
-Progress = Callable[[int, int, str], None]
 
 # What a tokenizer, a processor and a licence are made of. No code is copied, no weights of others.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def quantize_checkpoint(
     src: Path,
     dst: Path,
     *,
+    method: str | None = None,
+    calibration: Sequence[Sequence[int]] | None = None,
+    keep: Sequence[str] = (),
+    lm_head: str = "keep",
+    format: str = "compressed-tensors",
+    device: str = "cpu",
     overwrite: bool = False,
     progress: Progress | None = None,
+    say: Say = lambda text: None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
-    """Write `src`, a transformers causal-LM folder, to the new folder `dst` in NVFP4 (absmax).
+    """Write `src`, a transformers causal-LM folder or a .gguf file, to the new folder `dst`.
 
-    progress(done, total, layer) is called once a layer. The folder appears under its name only
-    when complete. Returns {"path", "layers", "parameters", "bytes", "source_bytes", "seconds"}:
+    method: absmax, four-over-six, sweep (the default: the best block scale of all), imatrix (the
+    same, columns weighted by the calibration text's E[x²]; the default with `calibration`), gptq.
+    calibration: token ids, a list a text. keep: linear layers that stay in 16 bits, as shell
+    patterns or `re:` regexes on module names. lm_head: keep, nvfp4 or fp8 (searched without
+    calibration). format: compressed-tensors or modelopt. device: where calibrated methods compute.
+    progress(done, total, layer) is called once a layer; `say` hears of what is worth knowing, such
+    as going on after an interruption.
+
+    The folder appears under its name only when complete; an interruption leaves what is done beside
+    it, and the same call goes on from there. Memory: about a layer in 32 bits for absmax,
+    four-over-six and sweep; a decoder block and its statistics for the others.
+    Returns {"path", "method", "layers", "parameters", "bytes", "source_bytes", "seconds"}:
     parameters counts quantized weights, bytes everything written as tensors.
-    Raises QerlError: no config.json or safetensors in `src`, an unknown or already quantized
-    model, a layer whose K is not a multiple of 16 or that the files lack, `dst` exists or cannot be
-    written.
+    Raises QerlError: no checkpoint in `src`, a damaged, unknown or already quantized one, a weight
+    that is not finite, a layer whose K is not a multiple of 16 or that the files lack, a setting
+    that does not fit, `dst` exists or cannot be written, a full disk.
     """
     src, dst = Path(src), Path(dst)
     began = time.monotonic()
-    config = _read_config(src)
+    method = _check_settings(method, calibration, lm_head, format)
+    config, model, source = _open(src, say)
     check_writable("output:", dst)
     if dst.exists() and not overwrite:
         raise QerlError(f"output: '{dst}' exists already; name another folder or overwrite it")
-    source = Source(src)
-    model = _skeleton(src)
-    shapes = nvfp4.linear_shapes(model)
-    _check_layers(shapes, source, model)
-    with atomic_dir(dst) as folder:
-        writer = Writer(folder, shard_bytes)
-        layers = _Quantizer(source, shapes, progress)
-        dropped = _tied_head(model, source)
-        for name, tensor in layers.tensors():
-            writer.add(name, tensor)
-        for name in source.names():
-            if name not in layers.consumed and name not in dropped:
-                writer.add(name, _narrow(source.get(name)))
-        writer.close()
-        _write_config(folder, config, model, source)
-        _copy_companions(src, folder)
+    job = _plan(model, source, method, keep, lm_head, format)
+    settings = {
+        "method": method, "keep": sorted(keep), "lm_head": lm_head, "format": format,
+        "calibration": _calibration_hash(calibration), "source": source.fingerprint(),
+    }  # fmt: skip
+    work = unfinished(dst)
+    with _disk_full(work, dst), Writer(work, job.specs(), shard_bytes, settings, say) as writer:
+        with _kept_if_stopped(work, say):
+            job.write_layers(writer, model, calibration, progress, device)
+            job.write_rest(writer)
+            with atomic_dir(dst) as folder:
+                _write_companions(folder, src, config, job, source)
+                writer.move_to(folder)
+        shutil.rmtree(work)
     return {
         "path": str(dst),
-        "layers": len(shapes),
-        "parameters": sum(n * k for n, k in shapes.values()),
+        "method": method,
+        "layers": len(job.layers),
+        "parameters": sum(n * k for n, k in job.layers.values()),
         "bytes": writer.total,
         "source_bytes": source.total_bytes(),
         "seconds": time.monotonic() - began,
     }
 
 
-def _read_config(src: Path) -> dict[str, Any]:
-    path = src / "config.json"
-    if not path.is_file():
-        raise QerlError(f"model: '{src}' has no config.json; name a transformers model folder")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise QerlError(f"model: '{path}' is not JSON ({error}); download it again") from error
-    if "quantization_config" in config:
-        kind = config["quantization_config"].get("quant_method", "an unnamed method")
+def _check_settings(
+    method: str | None, calibration: Sequence[Sequence[int]] | None, lm_head: str, format: str
+) -> str:
+    method = method or ("sweep" if calibration is None else "imatrix")
+    for key, value, allowed in (
+        ("method", method, METHODS),
+        ("lm_head", lm_head, output.HEADS),
+        ("format", format, output.FORMATS),
+    ):
+        if value not in allowed:
+            raise QerlError(f"{key}: '{value}' is unknown; choose {', '.join(allowed)}")
+    if method in CALIBRATED and not calibration:
+        raise QerlError(f"method: {method} needs calibration text; name some, or choose sweep")
+    if method not in CALIBRATED and calibration is not None:
+        raise QerlError(f"method: {method} uses no calibration text; drop it, or choose imatrix")
+    if lm_head == "fp8" and format == "modelopt":
         raise QerlError(
-            f"model: '{src}' is quantized already ({kind}); start from the 16-bit checkpoint"
+            "lm_head: fp8 is not for format modelopt, whose FP8 layers need scales of activations; "
+            "choose nvfp4 or keep"
         )
-    return config
+    return method
 
 
-def _skeleton(src: Path) -> PreTrainedModel:
-    """The model without its weights: structure alone says what is a linear layer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _open(src: Path, say: Say) -> tuple[dict[str, Any], PreTrainedModel, Tensors]:
+    """config.json's content, the skeleton, the tensors."""
+    if src.suffix == ".gguf":
+        check_gguf(src)
+        model = structure.skeleton(src.parent, gguf_file=src.name)
+        config = model.config.to_diff_dict() | {"architectures": [type(model).__name__]}
+        return config, model, GgufSource(src, model, say)
+    if src.is_file():
+        kind = f"a pickle, {PICKLE_FIX}" if src.suffix in (".bin", ".pt", ".pth") else "a file"
+        raise QerlError(f"model: '{src}' is {kind}; name the folder that holds config.json")
+    config = structure.read_config(src)
+    source = Source(src)
+    return config, structure.skeleton(src), source
 
+
+def _plan(
+    model: PreTrainedModel,
+    source: Tensors,
+    method: str,
+    keep: Sequence[str],
+    lm_head: str,
+    format: str,
+) -> Job:
+    names = structure.file_names(model, source)
+    shapes = nvfp4.linear_shapes(model)
+    kept = nvfp4.kept_layers(shapes, keep)
+    layers = {name: shape for name, shape in shapes.items() if name not in kept}
+    structure.check_layers(layers, names, source)
+    head, tied = structure.head_name(model), structure.is_tied(model, names)
+    if lm_head != "keep":
+        if head is None or tied:
+            why = "is the embedding, which stays in 16 bits" if tied else "does not exist"
+            raise QerlError(f"lm_head: the model's head {why}; leave it (lm_head: keep)")
+        shape = source.shape(names.get(f"{head}.weight", "")) or ()
+        n, k = shape if len(shape) == 2 else (0, 0)
+        structure.check_layers({head: (n, k)}, names, source)
+    left = [name for name in nvfp4.other_linears(model) if name not in layers] + sorted(kept)
+    ignore = ([head] if head is not None and lm_head == "keep" else []) + left
+    ignore += _strangers(names, source)
+    dropped = {f"{head}.weight", names.get(f"{head}.weight")} if tied else set()
+    return Job(source, names, layers, head, lm_head, method, format, ignore, dropped)
+
+
+def _strangers(names: dict[str, str], source: Tensors) -> list[str]:
+    """Modules with a 2-D weight that the model has no place for, such as `mtp.*`: kept as is."""
+    known = set(names.values())
+    return [
+        name.removesuffix(".weight")
+        for name in source.names()
+        if name not in known and name.endswith(".weight") and len(source.shape(name) or ()) == 2
+    ]
+
+
+def _calibration_hash(calibration: Sequence[Sequence[int]] | None) -> str | None:
+    if calibration is None:
+        return None
+    text = ";".join(",".join(map(str, ids)) for ids in calibration)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _disk_full(work: Path, dst: Path) -> Iterator[None]:
+    """A full disk as one line, with nothing of the work left on it."""
     try:
-        config = AutoConfig.from_pretrained(src, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        shutil.rmtree(work, ignore_errors=True)
         raise QerlError(
-            f"model: transformers cannot build '{src}' ({reason}); name a causal language model"
+            f"output: no space for '{dst}' ({error.strerror}); free some, or name another folder"
         ) from error
 
 
-def _check_layers(
-    shapes: dict[str, tuple[int, int]], source: Source, model: PreTrainedModel
+@contextmanager
+def _kept_if_stopped(work: Path, say: Say) -> Iterator[None]:
+    """What is done survives an interruption; a source found damaged leaves nothing."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"stopped; what is done is kept in '{work}', the same command goes on from there")
+        raise
+    except QerlError:
+        shutil.rmtree(work)
+        raise
+
+
+def _write_companions(
+    folder: Path, src: Path, config: dict[str, Any], job: Job, source: Tensors
 ) -> None:
-    """Refuse before any work what would fail halfway."""
-    if not shapes:
-        raise QerlError(f"model: '{source.folder}' has no linear layer to quantize")
-    for name, (n, k) in shapes.items():
-        if k % nvfp4.BLOCK:
-            raise QerlError(
-                f"model: layer '{name}' has {k} input features, NVFP4 needs a multiple of "
-                f"{nvfp4.BLOCK}; this model cannot be stored in it (format: bf16 can)"
-            )
-        found = source.shape(f"{name}.weight")
-        if found != (n, k):
-            raise QerlError(
-                f"model: '{source.folder}' should hold '{name}.weight' of shape ({n}, {k}), "
-                f"found {found or 'no such tensor'}; the files do not fit config.json"
-            )
-    for name, tensor in model.named_parameters():
-        if tensor.dim() == 3 and "expert" in name:
-            raise QerlError(
-                f"model: '{name}' holds all experts in one tensor, which is not supported; "
-                "name a dense model"
-            )
-
-
-def _tied_head(model: PreTrainedModel, source: Source) -> set[str]:
-    """The head's tensor where config.json ties it to the embeddings: it is not written."""
-    names = {id(module): name for name, module in model.named_modules()}
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False)) and head is not None
-    if not tied or source.shape(f"{names[id(embeddings)]}.weight") is None:
-        return set()
-    return {f"{names[id(head)]}.weight"}
-
-
-def _narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """fp32 and fp64 become bf16; everything else is kept."""
-    import torch
-
-    return tensor.bfloat16() if tensor.dtype in (torch.float32, torch.float64) else tensor
-
-
-def _write_config(
-    folder: Path, config: dict[str, Any], model: PreTrainedModel, source: Source
-) -> None:
-    names = {id(module): name for name, module in model.named_modules()}
-    head = model.get_output_embeddings()
-    ignore = [] if head is None else [names[id(head)]]
+    """config.json and everything beside the weights."""
+    fp8 = [job.head] if job.head is not None and job.lm_head == "fp8" else []
+    section = output.config_section(job.format, job.ignore, fp8)
     out = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
-    out["dtype"] = "float16" if source.is_half() else "bfloat16"
-    out["quantization_config"] = nvfp4.quantization_config(ignore)
+    out["dtype"] = "float16" if source.half == "F16" else "bfloat16"
+    out["quantization_config"] = section
     write_json(folder / "config.json", out)
-
-
-def _copy_companions(src: Path, folder: Path) -> None:
+    if job.format == "modelopt":
+        write_json(folder / "hf_quant_config.json", output.modelopt_file(job.ignore))
+    if src.is_file():
+        write_tokenizer(src, folder)
+        return
     for pattern in _COMPANIONS:
         for file in sorted(src.glob(pattern)):
             if file.name != "config.json" and not file.name.endswith(".index.json"):
@@ -174,44 +235,3 @@ def _copy_companions(src: Path, folder: Path) -> None:
     extra = src / "additional_chat_templates"
     if extra.is_dir():
         shutil.copytree(extra, folder / extra.name)
-
-
-class _Quantizer:
-    """Turns linear layers into their three tensors, one group of fused layers at a time."""
-
-    def __init__(
-        self, source: Source, shapes: dict[str, tuple[int, int]], progress: Progress | None
-    ):
-        self.source, self.shapes, self.progress = source, shapes, progress
-        self.consumed = {f"{name}.weight" for name in shapes}
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        done = 0
-        for group in nvfp4.scale_groups(self.shapes):
-            shared = self._shared_scale(group)
-            for name in group:
-                yield from self._layer(name, shared)
-                done += 1
-                if self.progress is not None:
-                    self.progress(done, len(self.shapes), name)
-
-    def _shared_scale(self, group: list[str]) -> torch.Tensor | None:
-        import torch
-
-        from qerl_kernels.quantize import global_scale_for
-
-        if len(group) == 1:
-            return None
-        peaks = [self.source.get(f"{name}.weight").abs().amax().float() for name in group]
-        return global_scale_for(torch.stack(peaks).amax())
-
-    def _layer(self, name: str, shared: torch.Tensor | None) -> Iterator[tuple[str, torch.Tensor]]:
-        from qerl_kernels.quantize import quantize_absmax
-
-        try:
-            packed, scale, divisor = quantize_absmax(self.source.get(f"{name}.weight"), shared)
-        except ValueError as error:
-            raise QerlError(f"model: layer '{name}': {error}; the checkpoint is damaged") from error
-        yield f"{name}.weight_packed", packed
-        yield f"{name}.weight_scale", scale
-        yield f"{name}.weight_global_scale", divisor

@@ -1,0 +1,146 @@
+"""What a checkpoint is made of, before any weight is read: configuration, skeleton, names.
+
+The skeleton is the checkpoint's own class (`architectures` in config.json), on the meta device, so
+that names are those of the files; a vision tower is part of it and stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import QerlError
+from qerl.quantize import nvfp4
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from qerl.quantize.shards import Tensors
+
+
+def read_config(src: Path) -> dict[str, Any]:
+    """config.json; QerlError if it is missing, no JSON, or of a quantized model."""
+    path = src / "config.json"
+    if not path.is_file():
+        raise QerlError(
+            f"model: '{src}' has no config.json; name a transformers model folder or a .gguf file"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise QerlError(f"model: '{path}' is not JSON ({error}); download it again") from error
+    quantization = config.get("quantization_config")
+    if quantization or (src / "hf_quant_config.json").is_file():
+        kind = (quantization or {}).get("quant_method", "an unnamed method")
+        raise QerlError(
+            f"model: '{src}' is quantized already ({kind}); start from the 16-bit checkpoint"
+        )
+    return config
+
+
+def skeleton(src: Path, **where: str) -> PreTrainedModel:
+    """The model without its weights: structure alone says what is a linear layer.
+
+    where: `gguf_file` for a GGUF file in the folder `src`.
+    Raises QerlError for a model that transformers does not know, one that needs code of its own
+    among them, and for experts stored as 3-D tensors.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(src, trust_remote_code=False, **where)
+        with torch.device("meta"):
+            model = _model_class(config)(config)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "custom code" in reason or "trust_remote_code" in str(error):
+            raise QerlError(
+                f"model: '{src}' needs Python code that comes with it (trust_remote_code), which "
+                "is never run; name a model that transformers itself knows"
+            ) from error
+        raise QerlError(
+            f"model: transformers cannot build '{src}' ({reason}); name a causal language model"
+        ) from error
+    for name, tensor in model.named_parameters():
+        if tensor.dim() == 3 and "expert" in name:
+            raise QerlError(
+                f"model: {type(model).__name__} holds all experts in one tensor ('{name}'), which "
+                "cannot be quantized yet; name a dense model"
+            )
+    return model
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The checkpoint's own class where it generates text, else transformers' choice for that."""
+    import transformers
+
+    for name in config.architectures or []:
+        if name.endswith(("ForCausalLM", "ForConditionalGeneration")):
+            found = getattr(transformers, name, None)
+            if found is not None:
+                return found
+    return transformers.AutoModelForCausalLM.from_config
+
+
+def file_names(model: PreTrainedModel, source: Tensors) -> dict[str, str]:
+    """The model's tensor names -> those in the files, for all that the files hold unchanged.
+
+    They differ where transformers renames while it loads, such as Gemma 3's
+    `language_model.model.layers` in the files for `model.language_model.layers`.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    wanted = dict(model.state_dict())
+    found = {name: name for name in source.names() if name in wanted}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    prefix = model.base_model_prefix
+    for name in sorted(set(source.names()) - set(found)):
+        renamed, converter = rename_source_key(name, renamings, converters, prefix, wanted)
+        if converter is None and renamed in wanted:
+            found.setdefault(renamed, name)
+    return found
+
+
+def check_layers(
+    shapes: dict[str, tuple[int, int]], names: dict[str, str], source: Tensors
+) -> None:
+    """Refuse before any work what would fail halfway.
+
+    shapes: weights [N, K] to be quantized, by module. Raises QerlError naming the first that NVFP4
+    cannot hold, or whose weight the files lack or hold in another shape.
+    """
+    if not shapes:
+        raise QerlError(f"model: '{source.path}' has no linear layer to quantize")
+    for name, (n, k) in shapes.items():
+        if k % nvfp4.BLOCK:
+            raise QerlError(
+                f"model: layer '{name}' has {k} input features, NVFP4 needs a multiple of "
+                f"{nvfp4.BLOCK}; keep it in 16 bits (--keep '{name}'), or train with format: bf16"
+            )
+        found = source.shape(names.get(f"{name}.weight", ""))
+        if found != (n, k):
+            raise QerlError(
+                f"model: '{source.path}' should hold '{name}.weight' of shape ({n}, {k}), "
+                f"found {found or 'no such tensor'}; the files do not fit config.json"
+            )
+
+
+def head_name(model: PreTrainedModel) -> str | None:
+    """The output head's module name; None for a model without one."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return names.get(id(model.get_output_embeddings()))
+
+
+def is_tied(model: PreTrainedModel, names: dict[str, str]) -> bool:
+    """Whether the head is the embedding: config.json says so and the embedding is in the files."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    embeddings = modules.get(id(model.get_input_embeddings()))
+    config = model.config
+    text = config.get_text_config()
+    tied = getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
+    return bool(tied) and head_name(model) is not None and f"{embeddings}.weight" in names
