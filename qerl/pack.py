@@ -2,7 +2,8 @@
 
 Tokens of a micro-batch form a tree: what all its prompts have in common, then each prompt's own
 part, then that prompt's completions. A token sees itself and its ancestors; positions count along
-the path. The last token of a completion predicts nothing and is left out.
+the path. The last token of a completion predicts nothing and is left out. A recurrent mixer has no
+mask: its state is forked where the tree branches (`qerl.model.recurrent`).
 
 Shapes: T packed tokens, N trained (completion) tokens, S segments of the tree.
 """
@@ -10,7 +11,7 @@ Shapes: T packed tokens, N trained (completion) tokens, S segments of the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -68,31 +69,58 @@ class TreeBuilder:
         return len(self.spans) - 1
 
     def tree(self, device: torch.device) -> Tree:
-        """The attention structure: one padded batch for each depth."""
+        """Attention and recurrence of the segments: one padded batch for each depth."""
         levels, place, offset = [], torch.zeros(len(self.ids), dtype=torch.int64), 0
-        for depth in sorted({len(p) for p in self.parents}):
-            numbers = [i for i, p in enumerate(self.parents) if len(p) == depth and self.spans[i]]
-            if not numbers:
-                continue
-            level = self._level(numbers)
+        start, end = self._states()
+        for numbers in self._depths():
+            level = self._level(numbers, start)
             width = level.query.shape[1]
             for row, number in enumerate(numbers):
                 span = self.spans[number]
                 place[span.start : span.stop] = offset + row * width + torch.arange(len(span))
             offset += level.query.numel()
             levels.append(_to(level, device))
-        return Tree(levels, torch.tensor(self.positions, device=device), place.to(device))
+        positions = torch.tensor(self.positions, device=device)
+        return Tree(levels, positions, place.to(device), torch.tensor(end, device=device))
 
-    def _level(self, numbers: list[int]) -> Level:
+    def _depths(self) -> list[list[int]]:
+        """Numbers of the segments of each depth; one without tokens is in none."""
+        depths: dict[int, list[int]] = {}
+        for number, parents in enumerate(self.parents):
+            if self.spans[number]:
+                depths.setdefault(len(parents), []).append(number)
+        return [depths[depth] for depth in sorted(depths)]
+
+    def _states(self) -> tuple[list[int], list[int]]:
+        """The states that each segment begins with and ends in, numbered as in `Level.start`.
+
+        A segment without tokens ends where it begins.
+        """
+        state = {number: i + 1 for i, number in enumerate(n for d in self._depths() for n in d)}
+        end = [0] * len(self.spans)
+        start = [0] * len(self.spans)
+        for number in sorted(range(len(self.spans)), key=lambda i: len(self.parents[i])):
+            parents = self.parents[number]
+            start[number] = end[parents[-1]] if parents else 0
+            end[number] = state.get(number, start[number])
+        return start, end
+
+    def _level(self, numbers: list[int], start: list[int]) -> Level:
         own = [list(self.spans[i]) for i in numbers]
         seen = [[t for p in (*self.parents[i], i) for t in self.spans[p]] for i in numbers]
         query, key = _padded(own), _padded(seen)
-        lengths = torch.tensor([len(s) for s in seen])[:, None]
-        before = torch.tensor([len(s) - len(o) for s, o in zip(seen, own, strict=True)])[:, None]
+        whole = torch.tensor([len(s) for s in seen])
+        lengths = torch.tensor([len(o) for o in own])
+        before = whole - lengths
         column = torch.arange(key.shape[1])
-        last = before + torch.arange(query.shape[1])  # the query's own place among its keys
-        visible = (column[None, None] <= last[:, :, None]) & (column[None] < lengths)[:, None]
-        return Level(query, key, visible)
+        # the query's own place among its keys
+        last = before[:, None] + torch.arange(query.shape[1])
+        visible = (column[None, None] <= last[:, :, None]) & (column[None] < whole[:, None])[
+            :, None
+        ]
+        return Level(
+            query, key, visible, before, lengths, torch.tensor([start[i] for i in numbers])
+        )
 
 
 def _padded(rows: list[list[int]]) -> torch.Tensor:
@@ -104,7 +132,7 @@ def _padded(rows: list[list[int]]) -> torch.Tensor:
 
 
 def _to(level: Level, device: torch.device) -> Level:
-    return Level(level.query.to(device), level.key.to(device), level.visible.to(device))
+    return Level(*(getattr(level, field.name).to(device) for field in fields(level)))
 
 
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:

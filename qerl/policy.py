@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qerl.config import Recipe
 from qerl.device import resolve_device, resolve_dtype
 from qerl.errors import QerlError
+from qerl.model import recurrent
 from qerl.model.load import Base, load_base
 from qerl.model.lora import attach_lora
 from qerl.pack import MicroBatch
@@ -35,6 +36,7 @@ class Policy:
         self.network: PreTrainedModel = model.get_base_model()  # type: ignore[assignment]
         self.tokenizer: PreTrainedTokenizerBase = base.tokenizer
         self.decoder: nn.Module = self.network.get_decoder()
+        recurrent.enable(self.decoder)
         head = self.network.get_output_embeddings()
         if head is None:
             raise QerlError(f"model: {type(self.network).__name__} has no output head")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
+from tiny import tiny_tokenizer
 
+from qerl.config import Recipe
 from qerl.errors import QerlError
+from qerl.model.attention import qerl_attention
 from qerl.pack import common_prefix_length, pack, pack_one, packed_tokens
+from qerl.policy import load_policy
 from qerl.rollout.native import NativeEngine
 from qerl.rollout.sampling import sample_tokens, uniforms
 from qerl.types import Prompt, SamplingParams
@@ -160,3 +165,51 @@ def test_suffix_grows_past_its_first_room(tiny_policy, monkeypatch):
     assert max(len(c.token_ids) for g in groups for c in g.completions) > 4
     logp, _ = tiny_policy.logprobs(batch := pack_one(groups, torch.device("cpu")), 1.0)
     assert (logp - batch.recorded()).abs().max() < 1e-4
+
+
+def test_layers_without_keys_of_their_own_read_an_earlier_layers(tmp_path):
+    """Gemma 4: the last layers share keys and values; head sizes differ by kind of layer."""
+    config = transformers.Gemma4TextConfig(
+        vocab_size=16,
+        vocab_size_per_layer_input=16,
+        hidden_size_per_layer_input=8,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,  # pyright: ignore[reportCallIssue]  (a field of checkpoints)
+        sliding_window=4,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(tmp_path / "gemma")
+    tiny_tokenizer().save_pretrained(tmp_path / "gemma")
+    recipe = Recipe(model=str(tmp_path / "gemma"), format="bf16", dtype="float32", device="cpu")
+    policy = load_policy(recipe)
+    greedy = SamplingParams(n=2, max_tokens=12, temperature=0.0)
+    for prompt, group in zip(PROMPTS, NativeEngine(policy).sample(PROMPTS, greedy), strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        out = model.generate(ids, max_new_tokens=12, do_sample=False)
+        for completion in group.completions:
+            assert completion.token_ids == out[0, len(prompt.token_ids) :].tolist()
+    randomise_adapter(policy)
+    groups = NativeEngine(policy).sample(PROMPTS, SamplingParams(n=3, max_tokens=9, seed=4))
+    logp, _ = policy.logprobs(batch := pack_one(groups, torch.device("cpu")), 1.0)
+    assert (logp - batch.recorded()).abs().max() < 1e-4
+
+
+def test_attention_sinks_are_refused():
+    """Left out of the softmax, they would change every probability without an error."""
+    q = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(QerlError, match="Identity has attention sinks"):
+        qerl_attention(torch.nn.Identity(), q, q, q, None, s_aux=torch.zeros(2))

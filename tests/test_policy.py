@@ -197,7 +197,7 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path):
             lambda d: truncate(d / "model.safetensors"),
             "is damaged|is not a whole safetensors file",
         ),
-        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "safetensors"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "only pickle files"),
     ],
 )
 def test_a_damaged_checkpoint_is_one_line(tiny_dir: Path, tmp_path: Path, format, damage, message):

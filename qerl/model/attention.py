@@ -8,6 +8,8 @@ attention interface can use it. What a call means is said by the context passed 
   shared by the rows of a group, and the row's own suffix (`qerl.rollout.cache`);
 - neither: transformers' own scaled-dot-product attention.
 
+The same `Tree` and `Decode` reach recurrent mixers (`qerl.model.recurrent`), where there are any.
+
 Sliding windows and logit soft-caps arrive as transformers passes them, and are measured in
 positions, not in packed indices. Shapes: H query heads, J key-value heads, R = H/J, D head size.
 """
@@ -22,6 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from qerl.errors import QerlError
+
 if TYPE_CHECKING:
     from qerl.rollout.cache import Decode
 
@@ -35,11 +39,17 @@ class Level:
     query: int64 [S, L], packed indices of the segments' tokens; key: int64 [S, K], those of their
     ancestors and themselves; visible: bool [S, L, K]. Padding repeats index 0 and is invisible
     (a padded query sees one key, so that its softmax is defined; its output is dropped).
+    before, lengths: int64 [S], tokens of a segment's ancestors and its own: in `key` the first
+    stand in front of the second. start: int64 [S], the recurrent state a segment begins with,
+    numbered over the whole tree: 0 the empty one, then one a segment, level after level.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     visible: torch.Tensor
+    before: torch.Tensor
+    lengths: torch.Tensor
+    start: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +57,14 @@ class Tree:
     """Who sees whom among T packed tokens, without a [T, T] mask.
 
     positions: int64 [T]. place: int64 [T], where each token's output stands in the levels'
-    outputs, flattened one after another.
+    outputs, flattened one after another. end: int64 [segments], the recurrent state each segment
+    ends in, numbered as in `Level.start`.
     """
 
     levels: list[Level]
     positions: torch.Tensor
     place: torch.Tensor
+    end: torch.Tensor
 
     @property
     def mask(self) -> torch.Tensor:
@@ -75,7 +87,15 @@ def qerl_attention(
     decode: Decode | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [b, H, t, D], key and value [b, J, s, D] -> ([b, t, H, D], None)."""
+    """query [b, H, t, D], key and value [b, J, s, D] -> ([b, t, H, D], None).
+
+    Raises QerlError for attention sinks (`s_aux`), which none of the three ways below computes.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise QerlError(
+            f"model: {type(module).__name__} has attention sinks, which are not supported; name "
+            f"a model without them"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if decode is not None:
         layer = int(module.layer_idx)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 A row's context is three stretches: the prefix common to all prompts, its own prompt's rest, and
 what it has generated. The first two are computed once and shared; only the third belongs to the
-row. Attention reads all three and normalises over them together.
+row. Attention reads all three and normalises over them together. A recurrent mixer has a state
+instead, a prompt's forked to its rows (`qerl.rollout.recurrent`).
 
 Shapes: B rows, P prompts, J key-value heads, R query heads per key-value head, D head size,
 C common tokens, L longest own prompt part, S suffix capacity, t suffix tokens so far.
@@ -13,22 +14,39 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import Cache
 
-from qerl.model.attention import softcap_scores
+from qerl.model.attention import Tree, softcap_scores
+from qerl.rollout.recurrent import Prefilled, Rows, fork
 
 CHUNK = 64  # suffix tokens a row has room for at first
 
 
 class PrefillCache(Cache):
-    """Keeps each layer's keys and values of one packed forward: [1, J, T, D] a layer."""
+    """Keeps each layer's keys and values of one packed forward: [1, J, T, D] a layer.
+
+    mixers: what recurrent layers have instead.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        self.mixers: dict[int, Prefilled] = {}
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore[override]
         self.keys[layer_idx], self.values[layer_idx] = key_states, value_states
         return key_states, value_states
+
+    def update_conv_state(self, conv_states, layer_idx, state_idx=0, *, conv_kernel_size, **kwargs):  # type: ignore[override]
+        assert state_idx == 0
+        self.mixers[layer_idx] = Prefilled(conv_states, conv_kernel_size)
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):  # type: ignore[override]
+        self.mixers[layer_idx].states = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx=None, state_idx=None) -> bool:
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -37,21 +55,25 @@ class PrefillCache(Cache):
 class Decode(Cache):
     """Cache and attention of decoding rows, `rows_of_prompt` rows a prompt at the start.
 
+    tree: what was prefilled, the common part as its first segment and then one a prompt.
     lengths: int64 [P], tokens of each prompt beyond the common part. capacity: longest suffix.
+    layers: states of the recurrent mixers, where transformers looks for them; None elsewhere.
     """
 
     def __init__(
         self,
         prefill: PrefillCache,
+        tree: Tree,
         common: int,
         spans: list[tuple[int, int]],
         rows_of_prompt: int,
         capacity: int,
     ) -> None:
         super().__init__(layers=[])
-        device = prefill.keys[0].device
+        device = tree.positions.device
         self.common_length = common
         self.lengths = torch.tensor([end - start for start, end in spans], device=device)
+        self.longest = max(end - start for start, end in spans)
         self.common = {i: _shared(prefill, i, common) for i in prefill.keys}
         self.prompts = {i: _per_prompt(prefill, i, spans) for i in prefill.keys}
         self.rows = torch.arange(len(spans), device=device).repeat_interleave(rows_of_prompt)
@@ -61,6 +83,9 @@ class Decode(Cache):
             shape = (len(self.rows), key.shape[1], min(capacity, CHUNK), key.shape[3])
             value_shape = (*shape[:3], prefill.values[layer].shape[3])
             self.suffix[layer] = (key.new_empty(shape), key.new_empty(value_shape))
+        for layer, mixer in sorted(prefill.mixers.items()):
+            self.layers += [None] * (layer - len(self.layers))  # type: ignore[list-item]
+            self.layers.append(fork(mixer, common, spans, tree.end[1:], self.rows))  # type: ignore[arg-type]
         self._group_rows()
 
     def grow(self) -> None:
@@ -94,6 +119,9 @@ class Decode(Cache):
         self.rows = self.rows[index]
         for layer, (key, value) in self.suffix.items():
             self.suffix[layer] = (key[index], value[index])
+        for states in self.layers:
+            if isinstance(states, Rows):
+                states.keep(index)
         self._group_rows()
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore[override]
@@ -102,6 +130,15 @@ class Decode(Cache):
         value[:, :, self.step] = value_states[:, :, 0]
         end = self.step + 1
         return key[:, :, :end], value[:, :, :end]
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):  # type: ignore[override]
+        rows = self.layers[layer_idx]
+        assert isinstance(rows, Rows)
+        rows.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx=None, state_idx=None) -> bool:
+        return True
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -117,6 +154,7 @@ class Decode(Cache):
         softcap: float | None,
     ) -> torch.Tensor:
         """query [B, H, 1, D], suffix key and value [B, J, t, D] -> [B, 1, H, D]."""
+        layer = self._owner(layer, key)
         rows, heads = query.shape[0], key.shape[1]
         q = query.reshape(rows, heads, -1, query.shape[-1]) * scale  # [B, J, R, D]
         parts = [
@@ -134,6 +172,13 @@ class Decode(Cache):
             shared = common.transpose(0, 1).flatten(1, 2) @ self.common[layer][1]
             out += shared.unflatten(1, (rows, -1)).transpose(0, 1)
         return out.reshape(rows, 1, -1, value.shape[-1])
+
+    def _owner(self, layer: int, key: torch.Tensor) -> int:
+        """The layer whose keys these are: another one where a layer has none of its own (Gemma 4's
+        last layers read those of an earlier layer), known by their place in memory."""
+        if layer in self.suffix:
+            return layer
+        return next(i for i, (k, _) in self.suffix.items() if k.data_ptr() == key.data_ptr())
 
     def _common_scores(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """[B, J, R, C]: all rows at once against the prefix they share."""
@@ -160,7 +205,7 @@ class Decode(Cache):
         """bool [B, C + L + t]: padding of shorter prompts, and what a window has left behind."""
         device = self.rows.device
         lengths = self.lengths[self.rows][:, None]
-        own = torch.arange(self.prompts[0][0].shape[2], device=device)[None]
+        own = torch.arange(self.longest, device=device)[None]
         shared = torch.arange(self.common_length, device=device)[None].expand(len(lengths), -1)
         generated = lengths + torch.arange(suffix, device=device)[None]
         hidden = torch.cat([shared < 0, own >= lengths, generated < 0], 1)

@@ -141,7 +141,7 @@ class NativeEngine:
             tree=tree,
         )
         last = torch.tensor([end - 1 for _, end in spans], device=device)
-        state = Decode(cache, common, spans, params.n, params.max_tokens)
+        state = Decode(cache, tree, common, spans, params.n, params.max_tokens)
         return state, out.last_hidden_state[0, last]
 
     def _decode(self, tokens: torch.Tensor, state: Decode) -> torch.Tensor:
