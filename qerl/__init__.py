@@ -11,18 +11,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qerl.config import Recipe
     from qerl.errors import QerlError
+    from qerl.model.hf import NVFP4Config
+    from qerl.packed import load
     from qerl.policy import Policy
     from qerl.reward import per_row
     from qerl.run import Run, open_run, resume, train
 
 __version__ = "0.1.0"
-__all__ = ["Policy", "QerlError", "Recipe", "Run", "open_run", "per_row", "resume", "train"]
+__all__ = [
+    "NVFP4Config",
+    "Policy",
+    "QerlError",
+    "Recipe",
+    "Run",
+    "load",
+    "open_run",
+    "per_row",
+    "resume",
+    "train",
+]
 
 _HOME = {
+    "NVFP4Config": "qerl.model.hf",
     "Policy": "qerl.policy",
     "QerlError": "qerl.errors",
     "Recipe": "qerl.config",
     "Run": "qerl.run",
+    "load": "qerl.packed",
     "open_run": "qerl.run",
     "per_row": "qerl.reward",
     "resume": "qerl.run",

@@ -1,61 +1,57 @@
-"""Other decoders than Llama through the engine and the packed forward: tiny random models."""
+"""Every family on a tiny random model of its real class: loaded packed, sampled from, trained,
+its adapter taken out and in again. The reference is transformers on dequantized weights."""
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
-import transformers
+from family_models import FAMILIES, LAYERS, TOWERS, unpacked, write_family
 from test_native_engine import PROMPTS, padded_logprobs, randomise_adapter
-from tiny import tiny_tokenizer
 
-from qerl.config import Recipe
+from qerl.adapter import load_adapter, save_adapter
+from qerl.config import LoraConfig, Recipe
+from qerl.model.lora import attach_lora, lora_layers
 from qerl.noise import find_norms
 from qerl.pack import pack_one
-from qerl.policy import load_policy
+from qerl.policy import Policy, load_policy
 from qerl.rollout.native import NativeEngine
 from qerl.types import SamplingParams
 
-COMMON = dict(
-    vocab_size=16,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-FAMILIES = {
-    "qwen2": (transformers.Qwen2Config, {}),
-    "qwen3": (transformers.Qwen3Config, {}),
-    "mistral": (transformers.MistralConfig, {"sliding_window": 4}),
-    "gemma2": (
-        transformers.Gemma2Config,
-        {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma3": (transformers.Gemma3TextConfig, {"sliding_window": 4}),
-    "phi3": (transformers.Phi3Config, {}),
-    "granite": (transformers.GraniteConfig, {"logits_scaling": 4.0}),
-}
+IDS = torch.tensor([[1, 4, 5, 6, 7, 8, 9, 10, 3, 4]])
 
 
-@pytest.fixture(params=FAMILIES)
-def policy(request, tmp_path):
-    kind, changes = FAMILIES[request.param]
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**COMMON, **changes))
-    for parameter in model.parameters():
-        if parameter.ndim > 1:  # larger than the default, so that attention is not uniform
-            torch.nn.init.normal_(parameter, std=0.15)
-    folder = tmp_path / request.param
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    policy = load_policy(Recipe(model=str(folder), dtype="float32", device="cpu"))
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    return request.param, write_family(request.param, folder)
+
+
+@pytest.fixture
+def policy(family) -> Policy:
+    policy = load_policy(Recipe(model=str(family[1]), dtype="float32", device="cpu"))
     randomise_adapter(policy)
     return policy
+
+
+@pytest.fixture
+def reference(policy, tmp_path):
+    """transformers' own model of the checkpoint's class, nothing of ours in it."""
+    folder = unpacked(policy.base.checkpoint, tmp_path / "unpacked")
+    kind = type(policy.network)
+    # eager: transformers' other attention leaves out Gemma 2's soft-caps
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def test_logits_equal_transformers_on_dequantized_weights(family, policy, reference):
+    assert type(policy.network).__name__ == reference.config.architectures[0]
+    assert type(policy.network).__name__.endswith("ForConditionalGeneration") == (
+        family[0] in TOWERS
+    )
+    with policy.adapter_disabled(), torch.no_grad():
+        torch.testing.assert_close(
+            policy.network(IDS).logits, reference(IDS).logits, atol=1e-4, rtol=0
+        )
 
 
 def test_greedy_equals_generate_and_logprobs_equal_the_plain_forward(policy):
@@ -80,4 +76,40 @@ def test_greedy_equals_generate_and_logprobs_equal_the_plain_forward(policy):
 
 
 def test_noise_finds_two_norms_a_layer(policy):
-    assert len(find_norms(policy.network)) == 2 * COMMON["num_hidden_layers"]
+    assert len(find_norms(policy.network)) == 2 * LAYERS
+
+
+def test_a_step_of_training_does_what_its_gradient_says(policy):
+    groups = NativeEngine(policy).sample(PROMPTS, SamplingParams(n=2, max_tokens=8, seed=4))
+    batch = pack_one(groups, torch.device("cpu"))
+    trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    before = policy.logprobs(batch, 1.0)[0].double().sum()
+    (-before).backward()
+    for name, parameter in trained.items():
+        assert parameter.grad is not None and parameter.grad.any(), name
+    squares = sum(p.grad.double().square().sum().item() for p in trained.values())
+    promised = 0.01  # nats in all: small enough for the tangent, large enough for fp32
+    torch.optim.SGD(trained.values(), lr=promised / squares).step()
+    gained = policy.logprobs(batch, 1.0)[0].double().sum() - before
+    assert abs(gained.item() - promised) < 0.1 * promised
+
+
+def test_an_adapter_goes_out_to_plain_peft_and_comes_back(policy, reference, tmp_path):
+    with torch.no_grad():
+        wanted = policy.network(IDS).logits
+    save_adapter(policy.model, tmp_path / "adapter", base_model="owner/name")
+    theirs = peft.PeftModel.from_pretrained(reference, str(tmp_path / "adapter"))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(IDS).logits, wanted, atol=1e-4, rtol=0)
+    # Modules applied = modules saved, also where a vision tower has a q_proj of its own.
+    saved = len(applied(policy.model))
+    assert applied(theirs) == applied(policy.model)
+    again = attach_lora(policy.model.unload(), LoraConfig(init=str(tmp_path / "adapter")), seed=9)
+    assert load_adapter(again, tmp_path / "adapter") == saved
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS).logits, wanted, atol=1e-6, rtol=0)
+
+
+def applied(model) -> set[str]:
+    return set(lora_layers(model.get_base_model()))

@@ -6,7 +6,9 @@ that pyproject.toml allows.
 
 from __future__ import annotations
 
+import copy
 import warnings
+from typing import Any
 
 import peft
 import torch
@@ -16,26 +18,46 @@ from transformers import PreTrainedModel
 
 from qerl.config import LoraConfig
 from qerl.errors import QerlError
+from qerl.model.fp8 import FP8Linear
 from qerl.model.linear import LoraLinear, NVFP4Linear
+from qerl.model.peft_folder import Shape, shape_of
 
 ADAPTER = "default"
+LINEARS = (nn.Linear, NVFP4Linear, FP8Linear)
 
 
 def attach_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> peft.PeftModel:
     """Wrap the target linears; A is drawn from `seed` alone, B is zero, both fp32.
 
-    Raises QerlError when a target names no linear layer.
+    With `config.init` the rank, alpha, rsLoRA, patterns and targets are those of that adapter,
+    whatever the recipe says; its weights are not read here (`qerl.adapter.load_adapter`).
+    Raises QerlError when a target names no linear layer, or `init` is no LoRA of this base.
     """
-    targets = resolve_targets(model, config.targets)
+    if config.init is None:
+        shape = Shape(
+            config.rank,
+            config.alpha,
+            resolve_targets(model, config.targets),
+            config.rslora,
+            config.rank_pattern,
+            config.alpha_pattern,
+        )
+    else:
+        shape = shape_of(config.init)
+        _check_modules(model, list(shape.targets), config.init)
     lora = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=int(config.alpha) if float(config.alpha).is_integer() else config.alpha,  # type: ignore[arg-type]
+        r=shape.rank,
+        lora_alpha=_whole(shape.alpha),
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=list(shape.targets),
+        use_rslora=shape.rslora,
+        rank_pattern=shape.rank_pattern,
+        alpha_pattern={key: _whole(alpha) for key, alpha in shape.alpha_pattern.items()},
         bias="none",
         task_type="CAUSAL_LM",
     )
-    lora._register_custom_module({NVFP4Linear: LoraLinear, nn.Linear: LoraLinear})
+    makers: Any = dict.fromkeys(LINEARS, _lora_linear)  # PEFT only calls what it is given
+    lora._register_custom_module(makers)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # PEFT warns of layer types it does not know; this one has the layer registered above.
         warnings.filterwarnings("ignore", message="Unsupported layer type", category=UserWarning)
@@ -47,13 +69,46 @@ def attach_lora(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> pef
     return wrapped
 
 
+def _whole(alpha: float) -> Any:
+    """PEFT and the engines type alpha as a whole number where it is one."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _lora_linear(
+    base: nn.Module, adapter: str, config: peft.LoraConfig, r: int, lora_alpha: Any, **more: Any
+) -> LoraLinear:
+    """What PEFT calls for each target; r and lora_alpha are those that the patterns give it."""
+    own = copy.copy(config)
+    own.r, own.lora_alpha = r, lora_alpha
+    return LoraLinear(base, adapter, own, **more)
+
+
+def _check_modules(model: PreTrainedModel, names: list[str], source: str) -> None:
+    """Raise QerlError naming the first module of a saved adapter that is no linear layer here."""
+    linears = decoder_linears(model)
+    for name in names:
+        if name in linears:
+            continue
+        tail = ".".join(name.split(".")[-4:])
+        here = next((other for other in linears if other.endswith("." + tail)), None)
+        raise QerlError(
+            f"lora.init: the adapter at {source} adapts {name}, which is no linear layer of "
+            f"{type(model).__name__}"
+            + (
+                f" ({here} is): it was saved from another class of this model"
+                if here
+                else ": it was trained on another base model"
+            )
+        )
+
+
 def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Every linear layer but the output head, by full name; found by type, not by name."""
     head = model.get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, NVFP4Linear)) and module is not head
+        if isinstance(module, LINEARS) and module is not head
     }
 
 

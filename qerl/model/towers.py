@@ -1,0 +1,190 @@
+"""Which class a checkpoint is of, and what of it is loaded: the text tower of a model that sees.
+
+The model is built as the checkpoint's own architecture class, because an adapter's keys are that
+class's: saved from a text-only one they would name modules that engines do not have, and engines
+then serve the base without a word. Vision and audio towers are taken off the skeleton before
+anything is read, so they cost no memory; `mtp.*` (heads that predict several tokens) is no part of
+transformers' classes at all.
+
+Left out: mixtures of experts. Their experts are one 3-D tensor a layer, for which there is neither
+a packed layer nor an adapter here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from qerl.errors import QerlError
+from qerl.model import attention
+
+FAMILIES = "Llama, Qwen, Gemma, Mistral, Phi"
+
+
+class LeftOut(nn.Module):
+    """Stands where a tower was; QerlError when it is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise QerlError(
+            f"model: '{self.name}' is not loaded, for only the text tower is trained; leave out "
+            "rows with images, audio or video"
+        )
+
+
+def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The checkpoint's own class, as its config.json names it, where that writes text.
+
+    Raises QerlError naming the architecture for an encoder-decoder, for a class that scores or
+    embeds text instead of writing it, and for one that transformers does not have.
+    """
+    named = list(config.architectures or [])
+    if not named:
+        named = [_usual(config)]
+    shown = ", ".join(named)
+    if getattr(config, "is_encoder_decoder", False):
+        raise QerlError(
+            f"model: {shown} is an encoder-decoder, and prompts are packed with their completions "
+            f"through one decoder; name a decoder-only model ({FAMILIES})"
+        )
+    found = [getattr(transformers, name, None) for name in named]
+    known = [kind for kind in found if kind is not None]
+    if not known:
+        raise QerlError(
+            f"model: transformers {transformers.__version__} has no {shown}; name a model of a "
+            f"class that it has ({FAMILIES}), or install a newer transformers"
+        )
+    for kind in known:
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.can_generate():
+            return kind
+    raise QerlError(
+        f"model: {shown} does not write text; name a causal language model, such as the one it "
+        "was made from"
+    )
+
+
+def _usual(config: PretrainedConfig) -> str:
+    """transformers' choice for a config.json that names no architecture."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    mappings: tuple[Any, ...] = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+    )
+    for mapping in mappings:
+        if type(config) in mapping:
+            return mapping[type(config)].__name__
+    raise QerlError(
+        f"model: transformers has no causal language model for '{config.model_type}'; name one "
+        f"that writes text ({FAMILIES})"
+    )
+
+
+def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole architecture on the meta device (no memory), with attention that packs.
+
+    Raises QerlError as `architecture` does, and for a mixture of experts.
+    """
+    attention.register()
+    kind = architecture(config)
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    refuse_experts(model)
+    return model
+
+
+def refuse_experts(model: PreTrainedModel) -> None:
+    """QerlError, naming architecture and layer, for a decoder with experts."""
+    for name, module in model.get_decoder().named_modules():
+        fused = not isinstance(module, nn.Conv1d) and any(
+            parameter.ndim == 3 for parameter in module.parameters(recurse=False)
+        )
+        several = isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts"
+        if fused or several:
+            raise QerlError(
+                f"model: {type(model).__name__} is a mixture of experts ('{name}'), for which "
+                f"there is no packed layer and no adapter yet; name a dense model ({FAMILIES})"
+            )
+
+
+def leave_out_towers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Take everything off the model that is not its text decoder or its head, in place.
+
+    Returns the names of the modules taken off, such as `model.visual`. The names of all that is in
+    them stay known (`modules_left_out`): a suffix like q_proj means those too wherever the whole
+    model is loaded.
+    """
+    decoder, outer = model.get_decoder(), model.base_model
+    names = {id(module): name for name, module in model.named_modules()}
+    taken: list[str] = []
+    inside: list[str] = []
+    while outer is not decoder:
+        towards = None
+        for leaf, child in list(outer.named_children()):
+            if any(module is decoder for module in child.modules()):
+                towards = child
+            elif child is not model.get_output_embeddings():
+                name = names[id(child)]
+                inside += [f"{name}.{n}" if n else name for n, _ in child.named_modules()]
+                setattr(outer, leaf, LeftOut(name))
+                taken.append(name)
+        if towards is None:
+            raise QerlError(
+                f"model: the text decoder of {type(model).__name__} was not found; name a causal "
+                f"language model ({FAMILIES})"
+            )
+        outer = towards
+    model._qerl_left_out = tuple(inside)  # pyright: ignore[reportArgumentType]
+    return tuple(taken)
+
+
+def modules_left_out(model: nn.Module) -> tuple[str, ...]:
+    """Full names of the modules that the model's class has and this one was loaded without.
+
+    An adapter that names its targets by suffix would reach these too in a model that has them.
+    """
+    return getattr(model, "_qerl_left_out", ())
+
+
+def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The model's tensor names -> those in its files; call it while the model has all its towers.
+
+    They differ where transformers renames as it loads, such as Gemma 3's
+    `language_model.model.layers` in the files for `model.language_model.layers`. A packed layer is
+    several tensors; it is here by the `weight` that it would have in 16 bits.
+    Raises QerlError for files whose tensors transformers would split or join.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    wanted = dict(model.state_dict())
+    stored = sorted({_whole(name) for name in names})
+    found = {name: name for name in stored if name in wanted}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    for name in (name for name in stored if name not in found):
+        prefix = model.base_model_prefix
+        renamed, converted = rename_source_key(name, renamings, converters, prefix, wanted)
+        if converted is not None and renamed in wanted and renamed not in found:
+            raise QerlError(
+                f"model: '{name}' has to be split or joined for {type(model).__name__}, which is "
+                "not supported; load it once with transformers and save it again"
+            )
+        if renamed in wanted:
+            found.setdefault(renamed, name)
+    return found
+
+
+def _whole(name: str) -> str:
+    """layer.weight_packed, layer.weight_scale, … -> layer.weight"""
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.weight" if leaf.startswith("weight_") else name
