@@ -11,21 +11,33 @@ import copy
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import QerlError
 from qerl.files import atomic_dir, check_writable
+from qerl.model.peft_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    check_there,
+    is_hub_id,
+    locate,
+    module_names,
+    read_config,
+    refuse_more_than_lora,
+    shape_of,
+)
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig, PeftModel
 
+    from qerl.config import Recipe
+
 ADAPTER = "default"
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+BASE_SHA256 = "base_sha256"  # entry of the weights' metadata, see `save_adapter`
 
 _CARD = """\
 LoRA adapter for `{base}`, trained by reinforcement learning with qerl. It needs only `peft` and
@@ -88,6 +100,7 @@ def save_adapter(
     readme: str | None = None,
     metadata: dict[str, Any] | None = None,
     trained_on: str | None = None,
+    base_sha256: str | None = None,
 ) -> Adapter:
     """Write the live adapter as a PEFT folder, all or nothing, replacing an older adapter.
 
@@ -96,11 +109,11 @@ def save_adapter(
     metadata: entries of the card's front matter (license, datasets, base_model, ...); they win
     over ours. trained_on: a sentence for the end of the card about what it was trained on, where
     that is not `base_model` itself ("Trained on an NVFP4 (4.5 bits a weight) copy of …").
+    base_sha256: hash of the frozen base (`qerl.policy.base_sha256`), kept in the metadata of the
+    weights so that a misfit later can be told from another quantization of the same model.
     Tensors keep their type (fp32 for our masters).
     Raises QerlError when `directory` holds something that is not an adapter.
     """
-    from safetensors.torch import save_file
-
     directory = Path(directory).expanduser()
     _refuse_other(directory, replace=True)
     state = {name: tensor.contiguous() for name, tensor in adapter_state(model).items()}
@@ -111,8 +124,9 @@ def save_adapter(
     card = _model_card(config, directory.name, len(modules), readme, metadata or {})
     if trained_on is not None:
         card = f"{card.rstrip()}\n\n{trained_on}\n"
+    file_metadata = {"format": "pt"} | ({BASE_SHA256: base_sha256} if base_sha256 else {})
     with atomic_dir(directory) as folder:
-        save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        _save_weights(state, folder / WEIGHTS_FILE, file_metadata)
         config.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
@@ -125,19 +139,40 @@ def load_adapter(model: PeftModel, source: str | Path) -> int:
 
     source: a folder, or a Hub id ("owner/name"). Every tensor of the file is used and every live
     tensor is filled, checked before the first byte is written. Raises QerlError naming the key
-    when the folder, the method (DoRA, rsLoRA, bias, ...), rank, alpha or targets do not fit.
+    when the folder, the method (DoRA, bias, ...), rank, alpha, rsLoRA, patterns or targets do not
+    fit, a tensor is no A or B of a linear layer, or a number is not finite.
     """
     import torch
 
-    folder = _locate(source)
-    _check_config(_read_config(folder), model, source)
+    folder = locate(source)
+    config = read_config(folder)
+    _check_config(config, model, source)
     loaded = read_tensors(folder / WEIGHTS_FILE)
     live = adapter_state(model)
-    _check_tensors(loaded, live, source)
+    module_names(sorted(loaded), source)
+    _check_keys(loaded, live, source)
+    _check_shapes(loaded, live, source, lambda: _two_bases(config, folder, model))
+    _check_finite(loaded, source)
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(loaded[name])
     return len(live) // 2
+
+
+def adopted(recipe: Recipe) -> Recipe:
+    """The recipe with the rank, alpha, scaling and targets of the adapter that lora.init names.
+
+    For a run's own recipe.yaml: what is resumed or opened later must be of the same shape, and
+    lora.init may be gone by then. Without lora.init the recipe comes back as it is.
+    Raises QerlError when there is no such adapter, or it is not plain LoRA.
+    """
+    if recipe.lora.init is None:
+        return recipe
+    shape = shape_of(recipe.lora.init)
+    changed = recipe.model_copy(deep=True)
+    for key in ("rank", "alpha", "targets", "rslora", "rank_pattern", "alpha_pattern"):
+        setattr(changed.lora, key, getattr(shape, key))
+    return changed
 
 
 def copy_adapter(source: Path, directory: str | Path, *, replace: bool) -> Path:
@@ -172,12 +207,29 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise QerlError(f"{path} is missing (only safetensors files are read, never .bin or .pt)")
+    check_there(path)
     try:
         return load_file(path)
     except SafetensorError as error:
         raise QerlError(f"{path} is damaged or cut short ({error}): copy it again") from error
+
+
+def _save_weights(state: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """A safetensors file whose bytes depend on nothing but its content, as a hash of it should.
+
+    The library writes its metadata in an order that is another each time; here they are sorted.
+    """
+    from safetensors.torch import save_file
+
+    save_file(state, path, metadata=metadata)
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same entries"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def _module_of(key: str) -> str:
@@ -197,9 +249,13 @@ def _refuse_other(directory: Path, *, replace: bool) -> None:
 
 def _portable_config(model: PeftModel, modules: list[str], base_model: str) -> LoraConfig:
     """The live configuration with the modules really adapted as its targets, for inference."""
+    from qerl.model.towers import modules_left_out
+
     config: Any = copy.deepcopy(model.peft_config[ADAPTER])
     suffixes = {name.rpartition(".")[2] for name in modules}
-    names = {name for name, _ in model.get_base_model().named_modules()}
+    base = model.get_base_model()
+    # A vision tower left out here is there where the adapter is loaded, with a q_proj of its own.
+    names = {name for name, _ in base.named_modules()} | set(modules_left_out(base))
     by_suffix = {name for name in names if name.rpartition(".")[2] in suffixes}
     # Suffixes read better, but only where they mean exactly the same modules.
     config.target_modules = sorted(suffixes if by_suffix == set(modules) else modules)
@@ -234,73 +290,33 @@ def _model_card(
     return f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {name}\n\n{body}"
 
 
-def is_hub_id(name: str) -> bool:
-    """True for "owner/name" that is no local path."""
-    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
-
-
-def _locate(source: str | Path) -> Path:
-    """The folder of an adapter, fetched from the Hub when `source` is an id."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    if isinstance(source, Path) or not is_hub_id(source):
-        raise QerlError(f"lora.init: no adapter folder at {source}, and it is not a Hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise QerlError(f"lora.init: cannot fetch {source} from the Hub: {reason}") from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise QerlError(f"lora.init: {folder} is not a PEFT adapter: {CONFIG_FILE} is not there")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise QerlError(f"lora.init: {path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise QerlError(f"lora.init: {path} is not a PEFT configuration")
-    return config
-
-
 def _check_config(config: dict[str, Any], model: PeftModel, source: str | Path) -> None:
-    """Plain LoRA of our rank and alpha, or a QerlError naming what differs."""
+    """LoRA of our rank, alpha, scaling and patterns, or a QerlError naming what differs."""
+    refuse_more_than_lora(config, source)
     live: Any = model.peft_config[ADAPTER]
-    where = f"lora.init: the adapter at {source}"
-    if config.get("peft_type") != "LORA":
-        raise QerlError(f"{where} is {config.get('peft_type')}, not LORA: only LoRA can be trained")
-    unsupported = {
-        "use_dora": "DoRA",
-        "use_rslora": "rsLoRA",
-        "lora_bias": "a LoRA bias",
-        "modules_to_save": "modules_to_save",
-        "rank_pattern": "one rank per module (rank_pattern)",
-        "alpha_pattern": "one alpha per module (alpha_pattern)",
-        "trainable_token_indices": "trained token embeddings",
-        "target_parameters": "target_parameters",
-    }
-    for key, what in unsupported.items():
-        if config.get(key):
-            raise QerlError(f"{where} uses {what} ({key}): only plain LoRA is supported")
-    if config.get("bias", "none") != "none":
-        raise QerlError(f"{where} trains biases (bias={config['bias']!r}): only plain LoRA is")
     for key, ours, mine in (("r", "rank", live.r), ("lora_alpha", "alpha", live.lora_alpha)):
         if config.get(key) != mine:
             raise QerlError(
                 f"lora.{ours}: {mine:g} here, but the adapter at {source} has {config.get(key)}: "
                 f"set lora.{ours}={config.get(key)}"
             )
+    for key, what in (
+        ("use_rslora", "rsLoRA"),
+        ("rank_pattern", "one rank per module"),
+        ("alpha_pattern", "one alpha per module"),
+    ):
+        theirs, mine = config.get(key) or None, getattr(live, key) or None
+        if theirs != mine:
+            raise QerlError(
+                f"lora.init: the adapter at {source} uses {what} ({key}: {theirs or 'none'}) and "
+                f"the one here has {mine or 'none'}: start a run from it with lora.init"
+            )
 
 
-def _check_tensors(
+def _check_keys(
     loaded: dict[str, torch.Tensor], live: dict[str, torch.Tensor], source: str | Path
 ) -> None:
-    """Same keys, same shapes; else a QerlError naming the first that differs."""
+    """Same keys; else a QerlError naming the first that differs."""
     missing, extra = sorted(live.keys() - loaded.keys()), sorted(loaded.keys() - live.keys())
     if missing or extra:
         what = f"has no {missing[0]}" if missing else f"has {extra[0]}, which is not adapted here"
@@ -309,10 +325,48 @@ def _check_tensors(
             f"lora.targets: the adapter at {source} {what}; it adapts {', '.join(targets)}: "
             "set lora.targets to these, or start from another adapter"
         )
+
+
+def _check_shapes(
+    loaded: dict[str, torch.Tensor],
+    live: dict[str, torch.Tensor],
+    source: str | Path,
+    bases: Callable[[], str],
+) -> None:
+    """Same shapes, or a QerlError naming the first that differs. bases: said of another base."""
     for name, tensor in live.items():
-        if loaded[name].shape != tensor.shape:
-            found, wanted = list(loaded[name].shape), list(tensor.shape)
+        found, wanted = list(loaded[name].shape), list(tensor.shape)
+        if found == wanted:
+            continue
+        where = f"lora.init: {name} is {found} in the adapter at {source} and {wanted} here"
+        width = 1 if ".lora_A." in name else 0  # A [R, K], B [N, R]
+        if len(found) == 2 and found[width] == wanted[width]:
             raise QerlError(
-                f"lora.init: {name} is {found} in the adapter at {source} and {wanted} here: "
-                "it was trained on another base model"
+                f"{where}: its {CONFIG_FILE} says rank {wanted[1 - width]} and is not of these "
+                "weights; copy both again"
+            )
+        raise QerlError(f"{where}: it was trained on another base model ({bases()})")
+
+
+def _two_bases(config: dict[str, Any], folder: Path, model: PeftModel) -> str:
+    """Names and, where the file has one, hashes of the adapter's base and of the one here."""
+    from safetensors import safe_open
+
+    from qerl.policy import base_sha256
+
+    named = config.get("base_model_name_or_path") or "no base"
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        sha256 = (file.metadata() or {}).get(BASE_SHA256)
+    theirs = f"SHA-256 {sha256[:12]}" if sha256 else "no hash of it"
+    here = base_sha256(model.get_base_model())
+    return f"it names {named}, {theirs}; here SHA-256 {here[:12]}"
+
+
+def _check_finite(loaded: dict[str, torch.Tensor], source: str | Path) -> None:
+    """Raise QerlError naming the first tensor with a NaN or an infinity in it."""
+    for name, tensor in loaded.items():
+        if not bool(tensor.isfinite().all()):
+            raise QerlError(
+                f"lora.init: {name} in the adapter at {source} is not finite (NaN or infinity): "
+                "its training diverged; start from an earlier checkpoint of it"
             )

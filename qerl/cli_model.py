@@ -1,4 +1,4 @@
-"""Commands about a run's result: measure it, ask it, take it away.
+"""Commands about a run's result: measure it, ask it. (`qerl.cli_export` takes it away.)
 
 As in `qerl.cli_train`, every import that brings torch is inside the command, under `quiet`.
 """
@@ -6,27 +6,30 @@ As in `qerl.cli_train`, every import that brings torch is inside the command, un
 from __future__ import annotations
 
 import json as json_module
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+# `qerl.cli` takes the command from here.
+from qerl.cli_export import export as export
 from qerl.cli_options import Best, Json, MaxTokens, RunArgument, Seed, Temperature
 from qerl.cli_output import Output, new_file, quiet
+from qerl.cli_run import Which, adapter_label, counting
+from qerl.cli_run import opened as opened_run
 from qerl.errors import QerlError
-from qerl.files import check_writable
 
 if TYPE_CHECKING:
     from qerl.evaluate import EvalResult
     from qerl.run import Run
     from qerl.run_folder import RunFolder
+    from qerl.session import Session
     from qerl.tasks import Task
     from qerl.types import Completion, Group
-
-Which = Literal["last", "best", "base"]
 
 CHAT_TOKENS = 256
 
@@ -34,9 +37,17 @@ CHAT_TOKENS = 256
 def evaluate(
     run: RunArgument,
     best: Best = False,
-    base: Annotated[
-        bool, typer.Option("--base", help="Measure the base model without the adapter.")
+    base_only: Annotated[
+        bool, typer.Option("--base-only", help="Measure the base model without the adapter.")
     ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="MODEL",
+            help="Another base, as it is stored: a directory or a Hub id.",
+        ),
+    ] = None,
     out_file: Annotated[
         Path | None,
         typer.Option(
@@ -49,36 +60,40 @@ def evaluate(
 
     Answers are greedy; the accuracy comes with its 95% interval. Every completion with its
     rewards is written to the run folder (`eval-last.jsonl`, `-best`, `-base`).
+    With --base the adapter is measured on the model that it will be served on: 16 bits, FP8,
+    another NVFP4.
 
     \b
     qerl eval latest
     qerl eval latest --best
-    qerl eval latest --base --out base.jsonl --json base.json
+    qerl eval latest --base Qwen/Qwen3-0.6B
+    qerl eval latest --base-only --out base.jsonl --json base.json
     """
-    if best and base:
-        raise QerlError("--best and --base: choose one")
+    if best and base_only:
+        raise QerlError("--best and --base-only: choose one")
     from qerl.run_folder import find_run
 
-    which: Which = "best" if best else "base" if base else "last"
+    which: Which = "best" if best else "base" if base_only else "last"
     with Output(json) as out:
         folder = find_run(run)
-        path = new_file("--out", out_file or folder.path / f"eval-{which}.jsonl")
+        path = new_file("--out", out_file or folder.path / f"eval-{_eval_name(which, base)}.jsonl")
         before = _before_training(folder, out)
-        with _opened(folder, which, out) as opened:
-            label = adapter_label(opened, which)
-            prompts = len(opened.session.eval_prompts)
-            with quiet(), _counting(f"evaluating {prompts} prompts") as heard:
-                result, groups = opened.session.evaluate(heard)
-            _write_completions(path, opened.session.task, groups)
+        with _session(folder, which, base, out) as session:
+            label = adapter_label(session.policy, which)
+            prompts = len(session.eval_prompts)
+            with quiet(), counting(f"evaluating {prompts} prompts") as heard:
+                result, groups = session.evaluate(heard)
+            _write_completions(path, session.task, groups)
         if before is not None and label in ("last", "best"):
             out.say(before)
-        for line in _eval_lines(label, result):
+        for line in _eval_lines(label, base, result):
             out.say(line)
         out.say(f"every completion: {path}")
         out.report(
             {
                 "run": str(folder.path),
                 "adapter": label,
+                **({} if base is None else {"base": base}),
                 "task": result.task,
                 **result.as_dict(),
                 "mean_length": result.mean_length,
@@ -88,44 +103,31 @@ def evaluate(
         )
 
 
-@contextmanager
-def _opened(folder: RunFolder, which: Which, out: Output) -> Iterator[Run]:
-    """A run with its model, closed after the block."""
-    with quiet(), _counting(f"loading {folder.path}"):
-        from qerl.run import open_run
-
-        opened = open_run(folder.path, which=which, say=out.note)
-    with opened:
-        yield opened
-
-
-def adapter_label(run: Run, which: Which) -> str:
-    """What is measured. An adapter whose every B is zero changes nothing and is called untrained:
-    its accuracy is the base's and must not pass for a result."""
-    from qerl.adapter import adapter_state
-
-    if which == "base":
-        return "base"
-    state = adapter_state(run.session.policy.model)
-    trained = any(bool(tensor.any()) for name, tensor in state.items() if "lora_B" in name)
-    return which if trained else "untrained"
+def _eval_name(which: Which, base: str | None) -> str:
+    """The completions' file name: another base must not overwrite what the run's own gave."""
+    if base is None:
+        return which
+    return f"{which}-on-{re.sub(r'[^A-Za-z0-9.-]+', '-', base).strip('-.')[-80:]}"
 
 
 @contextmanager
-def _counting(what: str) -> Iterator[Callable[[int], None]]:
-    """On a terminal, one line with the tokens heard so far, gone after the block."""
-    from qerl.console import Screen
+def _session(folder: RunFolder, which: Which, base: str | None, out: Output) -> Iterator[Session]:
+    """The run's evaluator around its own base, or around another one; closed after the block."""
+    if base is None:
+        with opened_run(folder, which, out) as run:
+            yield run.session
+        return
+    with quiet(), counting(f"loading {base}"):
+        from qerl.rescore import open_session
 
-    tokens = 0
-    with Screen(0) as screen:
-        screen.status(what)
-
-        def heard(new: int) -> None:
-            nonlocal tokens
-            tokens += new
-            screen.status(f"{what}: {tokens} tokens")
-
-        yield heard
+        adapter = {"last": folder.adapter, "best": folder.best, "base": None}[which]
+        if adapter is not None and not adapter.is_dir():
+            raise QerlError(f"run '{folder.path}': it has no {adapter.name}/; finish or resume it")
+        session = open_session(folder, base=base, adapter=adapter, say=out.note)
+    try:
+        yield session
+    finally:
+        session.close()
 
 
 def _before_training(folder: RunFolder, out: Output) -> str | None:
@@ -145,7 +147,7 @@ def _before_training(folder: RunFolder, out: Output) -> str | None:
         return None
 
 
-def _eval_lines(label: str, result: EvalResult) -> list[str]:
+def _eval_lines(label: str, base: str | None, result: EvalResult) -> list[str]:
     from qerl.run import accuracy_line
 
     names = {
@@ -154,8 +156,9 @@ def _eval_lines(label: str, result: EvalResult) -> list[str]:
         "base": "base model",
         "untrained": "untrained adapter (all B are zero: this is the base model)",
     }
+    where = "" if base is None else f" on {base}"
     return [
-        f"{names[label]}: {accuracy_line(result.as_dict())}",
+        f"{names[label]}{where}: {accuracy_line(result.as_dict())}",
         f"mean reward {result.mean_reward:.3f}, mean length {result.mean_length:.1f} tokens, "
         f"{result.truncated:.1%} cut at the token limit",
     ]
@@ -208,8 +211,8 @@ def generate(
     text = sys.stdin.read().strip() if prompt == "-" else prompt
     if not text.strip():
         raise QerlError("PROMPT: it is empty; give it some text")
-    with Output(json) as out, _opened(find_run(run), "best" if best else "last", out) as opened:
-        with quiet(), _counting("thinking") as heard:
+    with Output(json) as out, opened_run(find_run(run), "best" if best else "last", out) as opened:
+        with quiet(), counting("thinking") as heard:
             options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
             answer = opened.complete(text, **options, progress=heard)
         out.answer(answer.text)
@@ -251,7 +254,7 @@ def chat(
     """
     from qerl.run_folder import find_run
 
-    with Output() as out, _opened(find_run(run), "best" if best else "last", out) as opened:
+    with Output() as out, opened_run(find_run(run), "best" if best else "last", out) as opened:
         system = opened.recipe.task.system
         opening = [] if system is None else [{"role": "system", "content": system}]
         history: list[dict[str, str]] = opening
@@ -275,7 +278,7 @@ def _reply(
 ) -> Completion | None:
     """The answer; None when it was stopped or cannot be given (too long a conversation)."""
     try:
-        with quiet(), _counting("thinking") as heard:
+        with quiet(), counting("thinking") as heard:
             return run.complete(messages, **options, progress=heard)
     except KeyboardInterrupt:
         out.note("\n[stopped]")
@@ -302,46 +305,3 @@ def _typed() -> Iterator[str]:
             return
         if text:
             yield text
-
-
-def export(
-    run: RunArgument,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="DIR", help="New folder. Default: ./<run>-adapter"),
-    ] = None,
-    best: Best = False,
-    json: Json = None,
-) -> None:
-    """Copy a run's adapter to a folder of yours, checked.
-
-    peft, vLLM and the Hugging Face Hub understand it.
-
-    \b
-    qerl export latest -o my-adapter
-    qerl export latest --best
-    """
-    from qerl.run_folder import find_run
-
-    with Output(json) as out:
-        folder = find_run(run)
-        target = output or Path(f"{folder.name}-adapter{'-best' if best else ''}")
-        check_writable("--output", target.expanduser())
-        with quiet():
-            from qerl.export import export_adapter
-
-            made = export_adapter(folder.path, target, which="best" if best else "last")
-        out.say(f"{made.path}: {made.modules} adapted modules, {made.bytes:,} bytes, checked")
-        if serve := _serve_line(made.path):
-            out.say(f"\nServe it with vLLM\n  {serve}")
-        out.report({"path": str(made.path), "modules": made.modules, "bytes": made.bytes})
-
-
-def _serve_line(adapter: Path) -> str | None:
-    """The `vllm serve` command for an adapter folder; None for a rank that vLLM does not serve."""
-    from qerl.report import VLLM_RANKS, serve_command
-
-    config = json_module.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    if config["r"] > VLLM_RANKS[-1]:
-        return None
-    return serve_command(config["base_model_name_or_path"], config["r"], adapter.name, adapter)

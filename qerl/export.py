@@ -65,15 +65,16 @@ def check_adapter(folder: Path) -> int:
     """
     if not (folder / CONFIG_FILE).is_file():
         raise QerlError(f"no adapter at {folder}: {CONFIG_FILE} is not there (is the run over?)")
-    rank = _read_json(folder / CONFIG_FILE).get("r")
+    config = read_json(folder / CONFIG_FILE)
+    ranks = {config.get("r"), *(config.get("rank_pattern") or {}).values()}
     tensors = read_tensors(folder / WEIGHTS_FILE)
     modules = {re.sub(r"lora_[AB]\.weight$", "", name) for name in tensors}
     for module in sorted(modules):
         a, b = (tensors.get(f"{module}lora_{side}.weight") for side in "AB")
-        if a is None or b is None or not a.shape[0] == b.shape[1] == rank:
+        if a is None or b is None or a.shape[0] != b.shape[1] or a.shape[0] not in ranks:
             raise QerlError(
                 f"{folder / WEIGHTS_FILE} is damaged: {module}lora_A and lora_B do not make a "
-                f"pair of rank {rank}: export again from an intact run"
+                f"pair of rank {config.get('r')}: export again from an intact run"
             )
     if not modules:
         raise QerlError(f"{folder / WEIGHTS_FILE} holds no adapter: export from an intact run")
@@ -104,28 +105,28 @@ def dequantized_base(
         raise QerlError(f"cannot write a checkpoint to {out}: it exists; name another folder")
     dtype = dtype or getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     assert isinstance(dtype, torch.dtype), dtype
-    with _Reader(source).opened() as reader, atomic_dir(out) as folder:
+    with Reader(source).opened() as reader, atomic_dir(out) as folder:
         del config["quantization_config"]
         config.pop("torch_dtype", None)
         write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
-        _copy_side_files(source, folder)
-        _write_shards(reader.decoded(dtype, progress), folder, shard_bytes)
+        copy_side_files(source, folder)
+        write_shards(reader.decoded(dtype, progress), folder, shard_bytes)
     return out
 
 
-class _Reader:
+class Reader:
     """Tensors of a checkpoint by name, whichever shard they are in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Any] = {}
         if (folder / _INDEX).is_file():
-            self.where: dict[str, str] = _read_json(folder / _INDEX)["weight_map"]
+            self.where: dict[str, str] = read_json(folder / _INDEX)["weight_map"]
         else:
             self.where = {}
 
     @contextmanager
-    def opened(self) -> Iterator[_Reader]:
+    def opened(self) -> Iterator[Reader]:
         from contextlib import ExitStack
 
         from safetensors import SafetensorError, safe_open
@@ -142,6 +143,10 @@ class _Reader:
             if not self.where:
                 self.where = dict.fromkeys(self.files[_WEIGHTS].keys(), _WEIGHTS)
             yield self
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that is there; only its header is read."""
+        return tuple(self.files[self.where[name]].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self.where:
@@ -166,13 +171,14 @@ class _Reader:
                 progress(done, len(names))
 
 
-def _write_shards(
+def write_shards(
     tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int
 ) -> None:
     """One `model.safetensors`, or numbered shards of at most `shard_bytes` and their index.
 
-    A single tensor larger than that has a shard of its own.
+    A single tensor larger than that has a shard of its own. Raises QerlError for a full disk.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shard: dict[str, torch.Tensor] = {}
@@ -180,7 +186,13 @@ def _write_shards(
     shards: list[list[str]] = []
 
     def flush() -> None:
-        save_file(shard, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise QerlError(
+                f"output: '{folder.parent}' cannot be written ({error}); nothing was left there: "
+                "free some space or name another folder"
+            ) from error
         shards.append(list(shard))
         shard.clear()
 
@@ -207,7 +219,7 @@ def _nvfp4_config(source: Path) -> dict[str, Any]:
     """The checkpoint's config.json, once it is sure that its weights are NVFP4."""
     if not (source / "config.json").is_file():
         raise QerlError(f"no checkpoint at {source}: config.json is not there")
-    config = _read_json(source / "config.json")
+    config = read_json(source / "config.json")
     quantization = config.get("quantization_config") or {}
     if (found := quantization.get("format")) != FORMAT:
         method = quantization.get("quant_method", "not quantized")
@@ -218,15 +230,20 @@ def _nvfp4_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def _copy_side_files(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template, generation settings, licence: all that is not weights."""
+def copy_side_files(source: Path, folder: Path, skip: tuple[str, ...] = ()) -> None:
+    """Tokenizer, chat template, generation settings, licence: all that is not weights.
+
+    skip: beginnings of names that are left out.
+    """
     for path in sorted(source.iterdir()):
         wanted = path.suffix in _COPIED or path.name.startswith(("LICENSE", "README"))
-        if path.is_file() and wanted and path.name not in ("config.json", _INDEX):
+        weights = path.name in ("config.json", _INDEX)
+        if path.is_file() and wanted and not weights and not path.name.startswith(skip or "/"):
             shutil.copy2(path, folder / path.name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's JSON object; QerlError when it is another value or not JSON."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

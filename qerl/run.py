@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rich.console import RenderableType
 
-from qerl.adapter import Adapter, load_adapter
+from qerl.adapter import Adapter, adopted, load_adapter
 from qerl.checkpoint import latest, recover, step_of
 from qerl.config import Recipe
 from qerl.console import Screen, quiet_third_party
@@ -140,7 +140,7 @@ def train(recipe: Recipe | str | Path, reward: Any = None, *, report: bool = Tru
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     recipe.check()
-    recipe = absolute_paths(recipe)
+    recipe = adopted(absolute_paths(recipe))
     close_open_run()
     folder = RunFolder.create(recipe.output.dir, recipe.output.name or recipe.name, recipe)
     return _run(folder, recipe, reward, report=report, fresh=True)

@@ -169,6 +169,7 @@ class Session:
             base_model=self.policy.base.hub_id,
             tokenizer=self.policy.tokenizer,
             trained_on=self._trained_on(),
+            base_sha256=self.progress.base_sha256,
         )
 
     def _trained_on(self) -> str | None:

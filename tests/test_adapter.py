@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -319,6 +320,19 @@ def test_a_failed_save_leaves_the_old_adapter(saved):
         save_adapter(model, folder, base_model="me/base", tokenizer=Broken())
     assert before == {p.name: p.read_bytes() for p in folder.iterdir()}
     assert [p.name for p in folder.parent.iterdir()] == ["mine"]
+
+
+def test_equal_adapters_are_equal_files(tmp_path):
+    """Their hash says so on the Hub; the library writes metadata in another order each time."""
+    model, found = make_model(seed=3), set()
+    for i in range(12):
+        save_adapter(model, tmp_path / str(i), base_model="me/base", base_sha256="ab" * 32)
+        found.add((tmp_path / str(i) / "adapter_model.safetensors").read_bytes())
+    assert len(found) == 1
+    with safe_open(tmp_path / "0" / "adapter_model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "base_sha256": "ab" * 32}
+    state = load_file(tmp_path / "0" / "adapter_model.safetensors")
+    assert all(torch.equal(state[name], t) for name, t in adapter_state(model).items())
 
 
 def test_import_is_light():

@@ -303,14 +303,16 @@ def test_eval_agrees_with_the_run_and_writes_every_completion(trained: SimpleNam
 
 def test_eval_of_the_base_and_of_the_best(trained: SimpleNamespace, tmp_path: Path):
     base = tmp_path / "base.json"
-    out = qerl("eval", trained.run, "--base", "--out", tmp_path / "b.jsonl", "--json", base).out
+    out = qerl(
+        "eval", trained.run, "--base-only", "--out", tmp_path / "b.jsonl", "--json", base
+    ).out
     assert "\nbase model: " in out
     report = json.loads(base.read_text())
     before = trained.report["before"]
     assert report["adapter"] == "base"
     assert {key: report[key] for key in before} == before
     assert qerl("eval", trained.run, "--best").out.count("best adapter: ") == 1
-    assert "choose one" in qerl("eval", trained.run, "--best", "--base", code=2).err
+    assert "choose one" in qerl("eval", trained.run, "--best", "--base-only", code=2).err
     bad = qerl("eval", trained.run, "--out", tmp_path / "no" / "b.jsonl", code=2).err
     assert "there is no folder" in bad
 

@@ -240,7 +240,7 @@ def test_every_alias_points_at_a_real_key():
             "noise.credit: expected one of shared, corrected, uncorrected, found 'corected'; "
             "did you mean corrected?",
         ),
-        ("format", "fp8", "format: expected one of nvfp4, bf16, found 'fp8'"),
+        ("format", "fp8", "format: expected one of nvfp4, nf4, bf16, found 'fp8'"),
         ("device", "gpu", 'device: expected "auto", "cpu", "cuda" or "cuda:N", found \'gpu\''),
         ("seed", 2**31, "seed: must be less than"),
         ("lora.targets", "q,v", "lora.targets: expected all-linear or a list: write [q, v]"),

@@ -24,7 +24,7 @@ def test_explain_one_key_section_and_alias():
         "    default: 0.0\n"
         "    Where the decay ends, just after the last step, as a fraction of lr."
     )
-    assert "one of nvfp4, bf16" in explain("format")
+    assert "one of nvfp4, nf4, bf16" in explain("format")
     assert "default: none, must be given" in explain("model")
     assert explain("lora").startswith(
         "lora: The trained adapter.\n\nlora.rank: a whole number, ≥ 1"

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE_ROOM = {
     "qerl.config",
     "qerl.section",
+    "qerl.recipe_sections",
     "qerl.recipes",
     "qerl.recipe_errors",
     "qerl.aliases",
@@ -26,7 +27,8 @@ LEAVES = {"qerl.errors", "qerl.types", "qerl.files", "qerl.stats", "qerl.home"}
 LIGHT = RECIPE_ROOM | LEAVES  # these never name a heavy package, not even inside a function
 HEAVY = {"torch", "transformers", "peft", "triton", "datasets", "accelerate", "numpy"}
 # Nobody below imports these: the command line, the loop, the public door.
-COMMANDS = {"qerl.cli", "qerl.cli_bench", "qerl.cli_doctor", "qerl.cli_model", "qerl.cli_train"}
+COMMANDS = {f"qerl.cli{part}" for part in ("", "_bench", "_doctor", "_export", "_model", "_train")}
+COMMANDS |= {"qerl.cli_quantize", "qerl.cli_run"}
 TOP = COMMANDS | {"qerl.run", "qerl.loop", "qerl.doctor", "qerl"}
 # What the model room may stand on (with LIGHT and the kernels).
 BELOW_MODEL = {"qerl.model", "qerl.quantize", "qerl.demo_model", "qerl.device"}

@@ -181,7 +181,10 @@ def test_accumulation_does_not_change_the_first_update(session, loss):
     for one, whole in zip(*(side.values() for side in (states[0][0], states[1][0])), strict=True):
         torch.testing.assert_close(one, whole, atol=1e-6, rtol=1e-4)
     for name, p in states[0][1].items():
-        assert (p - states[1][1][name]).abs().max() < 1e-5, name
+        # AdamW's first step is g/(|g| + 1e-8): for a gradient near that, rounding is all there is.
+        clear = states[0][0][name].abs() > 1e-6
+        assert clear.any() == ("lora_B" in name), name
+        assert ((p - states[1][1][name])[clear].abs() < 1e-5).all(), name
 
 
 def test_gradient_checkpointing_gives_the_same_gradients_under_noise(session):
@@ -250,12 +253,9 @@ def test_a_non_finite_gradient_skips_the_update(session, bad):
 # ------------------------------------------------------------------------------ skipping
 
 
-def first_group_only(prompts, completion_ids, **_):
-    """Rewards differ only within the first prompt's group."""
-    return [
-        -float(len(ids)) if p == prompts[0] else 1.0
-        for p, ids in zip(prompts, completion_ids, strict=True)
-    ]
+def first_group_only(prompts, **_):
+    """Rewards differ only within the first prompt's group, whatever was answered."""
+    return [float(i) if p == prompts[0] else 1.0 for i, p in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
