@@ -158,9 +158,10 @@ def _serve_line(adapter: Path) -> str | None:
     from qerl.report import VLLM_RANKS, serve_command
 
     config = json_module.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    if config["r"] > VLLM_RANKS[-1]:
+    rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
+    if rank > VLLM_RANKS[-1]:
         return None
-    return serve_command(config["base_model_name_or_path"], config["r"], adapter.name, adapter)
+    return serve_command(config["base_model_name_or_path"], rank, adapter.name, adapter)
 
 
 def _merged(wish: Wish, target: Path, out: Output) -> Merged:

@@ -122,6 +122,8 @@ def peak_resident_bytes() -> int:
 
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# QLoRA (arXiv 2305.14314, section 3): a scale in 8 bits for 64 weights, one in 32 for 256 of those.
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
 _ADAPTER_BYTES = 4 * (1 + 1 + 2)  # fp32 master, its gradient, AdamW's two moments
 
 
@@ -197,6 +199,7 @@ def plan(
         *_weight_lines(recipe, model, linears, device, size),
         _adapter_line(recipe, linears),
         _cache_line(recipe, model_config, linears, size, prompt_tokens),
+        *_state_lines(recipe, model, size),
     )
     return Plan(device, dtype, lines)
 
@@ -217,14 +220,16 @@ def _resolve_dtype(recipe: Recipe, device: str) -> str:
 
 
 def _skeleton(model_config: Any) -> Any:
-    import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    """What is loaded: the checkpoint's own class, without the towers that are left out."""
+    import copy
 
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = getattr(model_config, "model_type", type(model_config).__name__)
-        raise QerlError(f"model: transformers has no causal language model for {kind!r}")
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config)
+    import torch
+
+    from qerl.model import towers
+
+    model = towers.skeleton(copy.deepcopy(model_config), torch.bfloat16)
+    towers.leave_out_towers(model)
+    return model
 
 
 def _linears(model: nn.Module, head: nn.Module | None) -> list[_Linear]:
@@ -247,6 +252,9 @@ def _weight_lines(
     if recipe.format == "bf16":
         note = f"{count:,} parameters × {size} B, not quantized"
         return [PlanLine("linear weights", count * size, note), rest]
+    if recipe.format == "nf4":
+        note = f"{count:,} parameters in NF4, {NF4_BITS:.3f} bits each"
+        return [PlanLine("linear weights", round(count * NF4_BITS / 8), note), rest]
     packed = sum(nvfp4_bytes(line.n, line.k) for line in linears)
     lines = [PlanLine("linear weights", packed, f"{count:,} parameters in NVFP4, 4.5 bits each")]
     if device == "cpu":
@@ -265,12 +273,17 @@ def nvfp4_bytes(n: int, k: int) -> int:
 
 
 def _adapter_line(recipe: Recipe, linears: list[_Linear]) -> PlanLine:
-    rank, targets = recipe.lora.rank, recipe.lora.targets
-    chosen = [line for line in linears if _is_target(line.name, targets)]
+    from peft.utils.other import get_pattern_key
+
+    lora, patterns = recipe.lora, recipe.lora.rank_pattern
+    chosen = [line for line in linears if _is_target(line.name, lora.targets)]
     if not chosen:
-        raise QerlError(f"lora.targets {targets!r}: no linear layer matches; use 'all-linear'")
-    count = sum(rank * (line.n + line.k) for line in chosen)
-    note = f"{count:,} parameters, rank {rank}, × 16 B (fp32 weight, gradient, two moments)"
+        raise QerlError(f"lora.targets {lora.targets!r}: no linear layer matches; use 'all-linear'")
+    ranks = [patterns.get(get_pattern_key(list(patterns), x.name), lora.rank) for x in chosen]
+    count = sum(rank * (line.n + line.k) for rank, line in zip(ranks, chosen, strict=True))
+    low, high = min(ranks), max(ranks)
+    rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
+    note = f"{count:,} parameters, {rank}, × 16 B (fp32 weight, gradient, two moments)"
     return PlanLine("adapter and optimizer", count * _ADAPTER_BYTES, note)
 
 
@@ -287,14 +300,34 @@ def _cache_line(
     recipe: Recipe, model_config: Any, linears: list[_Linear], size: int, prompt: int | None
 ) -> PlanLine:
     """KV cache of a full batch: rows × tokens × K and V widths of every layer (an upper bound)."""
-    rollout = recipe.rollout
-    rows = min(rollout.prompts_per_step * rollout.group_size, rollout.max_rows)
+    rollout, rows = recipe.rollout, _rows(recipe)
     given = prompt or recipe.task.max_prompt_tokens
     tokens = (given or 512) + rollout.max_completion_tokens
     assumed = "" if given else ", of which 512 assumed for the prompt"
     width = _kv_width(model_config, linears)
     note = f"{rows} rows × {tokens} tokens × {width * size:,} B{assumed}"
     return PlanLine("KV cache", rows * tokens * width * size, note)
+
+
+def _rows(recipe: Recipe) -> int:
+    rollout = recipe.rollout
+    return min(rollout.prompts_per_step * rollout.group_size, rollout.max_rows)
+
+
+def _state_lines(recipe: Recipe, model: nn.Module, size: int) -> list[PlanLine]:
+    """States of gated DeltaNet layers: H·K·V in fp32 and the convolution's C·W a row and layer."""
+    from qerl.model.recurrent import is_gated_delta
+
+    mixers: list[Any] = [module for module in model.modules() if is_gated_delta(module)]
+    if not mixers:
+        return []
+    a_row = sum(
+        4 * m.num_v_heads * m.head_k_dim * m.head_v_dim + size * m.conv1d.weight.numel()
+        for m in mixers
+    )
+    rows = _rows(recipe)
+    note = f"{rows} rows × {a_row:,} B, {len(mixers)} layers, whatever the length"
+    return [PlanLine("recurrent states", rows * a_row, note)]
 
 
 def _kv_width(model_config: Any, linears: list[_Linear]) -> int:

@@ -40,6 +40,11 @@ class LoraConfig(Section):
         "rank, alpha, rslora, patterns and targets take the place of those here.",
     )
 
+    @property
+    def largest_rank(self) -> int:
+        """The rank that a server has to make room for."""
+        return max([self.rank, *self.rank_pattern.values()])
+
     @field_validator("targets")
     @classmethod
     def _targets_are_a_list(cls, value: str | list[str]) -> str | list[str]:

@@ -347,7 +347,7 @@ def final_report(run: Run) -> RenderableType:
         run.summary,
         run.folder.path,
         base=run.session.policy.base.serve,
-        rank=run.recipe.lora.rank,
+        rank=run.recipe.lora.largest_rank,
         name=run.recipe.name,
         sample_rows=samples(run.samples),
     )

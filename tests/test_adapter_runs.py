@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import qerl
 from qerl.adapter import adapter_state, adopted
+from qerl.cli_export import _serve_line
 from qerl.config import Recipe
 from qerl.export import export_adapter
 
-PATTERNS = {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
+PATTERNS = {"rank_pattern": {"q_proj": 24}, "alpha_pattern": {"layers.1.self_attn.q_proj": 5}}
 
 
 def made_elsewhere(base, folder):
@@ -54,6 +55,8 @@ def test_a_run_from_a_foreign_adapter_resumes_opens_and_exports(tiny_dir, tmp_pa
         assert run.summary["steps"] == 3
 
     out = export_adapter(path, tmp_path / "out").path
+    assert "--max-lora-rank 32 " in (_serve_line(out) or "")  # of any module
+    assert Recipe.load(path / "recipe.yaml").lora.largest_rank == 24
     with safe_open(out / "adapter_model.safetensors", framework="pt") as file:
         sha256 = json.loads((path / "summary.json").read_text())["base_sha256"]["before"]
         assert file.metadata()["base_sha256"] == sha256

@@ -5,13 +5,23 @@ import time
 
 import pytest
 import torch
+from family_models import write_family
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen3Config, ViTConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Phi3Config,
+    Qwen3Config,
+    ViTConfig,
+)
 
 from qerl.config import Recipe
 from qerl.errors import QerlError
-from qerl.memory import Meter, PhaseTimer, nvfp4_bytes, peak_resident_bytes, plan
+from qerl.memory import NF4_BITS, Meter, PhaseTimer, nvfp4_bytes, peak_resident_bytes, plan
+from qerl.model.load import load_dense
+from qerl.model.nf4 import nf4_linear
 
 
 def tiny(kind=LlamaConfig, **changes):
@@ -145,6 +155,48 @@ def test_plan_adapters_equal_peft():
     trained = sum(p.numel() for p in peft.parameters() if p.requires_grad)
     result = plan(recipe(lora={"rank": 4, "targets": targets}), config)
     assert line(result, "adapter and optimizer") == 16 * trained
+
+
+def test_plan_of_modules_with_ranks_of_their_own():
+    lora = {"rank": 4, "rank_pattern": {"layers.0.mlp.down_proj": 16, "q_proj": 2}}
+    model = AutoModelForCausalLM.from_config(tiny())
+    config = LoraConfig(r=4, rank_pattern=lora["rank_pattern"], target_modules="all-linear")
+    peft = get_peft_model(model, config)
+    trained = sum(p.numel() for p in peft.parameters() if p.requires_grad)
+    result = plan(recipe(lora=lora), tiny())
+    assert line(result, "adapter and optimizer") == 16 * trained
+    assert "ranks 2 to 16" in next(x.note for x in result.lines if x.name.startswith("adapter"))
+
+
+def test_plan_of_a_text_tower_counts_what_is_loaded(tmp_path):
+    folder = write_family("qwen3_5", tmp_path / "model")
+    loaded = load_dense(folder, torch.float32, torch.device("cpu"))
+    result = plan(recipe(format="bf16"), AutoConfig.from_pretrained(folder), prompt_tokens=6)
+    weights = line(result, "linear weights") + line(result, "embeddings, head, norms")
+    assert weights == sum(p.nbytes for p in loaded.parameters())
+    rows = min(
+        recipe().rollout.prompts_per_step * recipe().rollout.group_size, recipe().rollout.max_rows
+    )
+    cache = loaded(torch.ones(rows, 6, dtype=torch.long), use_cache=True).past_key_values
+    mixers = [layer for layer in cache.layers if getattr(layer, "recurrent_states", None)]
+    states = [t for m in mixers for t in (m.conv_states[0], m.recurrent_states[0])]
+    assert len(mixers) == 3
+    assert line(result, "recurrent states") == sum(state.nbytes for state in states)
+
+
+def test_plan_of_nf4_equals_what_bitsandbytes_holds():
+    weight = torch.randn(64, 512)
+    layer = nf4_linear(weight, None, torch.float32, torch.device("cpu"))
+    state = layer.weight.quant_state
+    inner = state.state2.absmax.nbytes
+    held = layer.weight.nbytes + state.absmax.nbytes + inner
+    assert held == pytest.approx(weight.numel() * NF4_BITS / 8, rel=1e-3)
+    count = sum(
+        m.weight.numel()
+        for name, m in AutoModelForCausalLM.from_config(tiny()).named_modules()
+        if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    )
+    assert line(plan(recipe(format="nf4"), tiny()), "linear weights") == round(count * NF4_BITS / 8)
 
 
 def test_plan_cache_equals_a_real_one():
