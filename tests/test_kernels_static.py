@@ -362,8 +362,8 @@ def test_without_triton_it_says_what_to_install():
 def test_the_matmul_keeps_its_budget():
     found = static.table(kernels=["nvfp4_matmul"], targets=[90])  # the others: in the slow test
     assert found["problems"] == []
-    assert found["kernels"]
-    assert all(row["instructions_per_weight"] is not None for row in found["kernels"])
+    rows = [row for row in found["kernels"] if row["kernel"] == "nvfp4_matmul"]  # /sum has no loop
+    assert rows and all(row["instructions_per_weight"] is not None for row in rows)
 
 
 @pytest.fixture(scope="module")
