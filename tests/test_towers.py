@@ -13,10 +13,11 @@ from family_models import COMMON, DELTA, TOWERS, write_family
 from safetensors.torch import load_file, save_file
 from tiny import tiny_tokenizer
 
-from qerl.config import Recipe
+from qerl.config import LoraConfig, Recipe
 from qerl.errors import QerlError
 from qerl.model import towers
 from qerl.model.load import load_base, load_dense
+from qerl.model.lora import attach_lora
 from qerl.policy import load_policy
 from qerl.tasks.images import refuse_images
 
@@ -149,6 +150,16 @@ REFUSED = {
         "LlamaForSequenceClassification",
         "LlamaForSequenceClassification does not write text",
     ),
+    "attention": (
+        lambda: transformers.FalconConfig(**COMMON),
+        "FalconForCausalLM",
+        "FalconForCausalLM computes attention in code of its own, which cannot be packed",
+    ),
+    "attention that takes any name": (
+        lambda: transformers.StableLmConfig(**COMMON),
+        "StableLmForCausalLM",
+        "StableLmForCausalLM computes attention in code of its own, which cannot be packed",
+    ),
     "unknown class": (
         lambda: transformers.LlamaConfig(**COMMON),
         "MyLlamaForCausalLM",
@@ -164,6 +175,13 @@ def test_what_cannot_be_trained_is_refused_by_name(kind, tmp_path):
     with pytest.raises(QerlError, match=f"model: {message}") as caught:
         load_base(str(folder), format="bf16", dtype=torch.float32, device=CPU)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_linear_layers_is_refused():
+    """GPT-2's are transformers' own Conv1D."""
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2))
+    with pytest.raises(QerlError, match="model: GPT2LMHeadModel has no linear layers of a kind"):
+        attach_lora(model, LoraConfig(), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,11 @@ def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Module]:
 def resolve_targets(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
     """Last name components of the target linears, sorted: what PEFT and vLLM expect to read."""
     linears = decoder_linears(model)
+    if not linears:
+        raise QerlError(
+            f"model: {type(model).__name__} has no linear layers of a kind that can be adapted "
+            "(torch.nn.Linear); name another model"
+        )
     if targets == "all-linear":
         return sorted({name.rpartition(".")[2] for name in linears})
     wanted = [targets] if isinstance(targets, str) else targets

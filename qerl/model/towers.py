@@ -91,10 +91,16 @@ def _usual(config: PretrainedConfig) -> str:
 def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole architecture on the meta device (no memory), with attention that packs.
 
-    Raises QerlError as `architecture` does, and for a mixture of experts.
+    Raises QerlError as `architecture` does, for a class whose attention is not to be replaced, and
+    for a mixture of experts.
     """
     attention.register()
     kind = architecture(config)
+    if not kind._supports_attention_backend:  # it would run its own, blind to who may see whom
+        raise QerlError(
+            f"model: {kind.__name__} computes attention in code of its own, which cannot be packed; "
+            f"name a model of a newer class ({FAMILIES})"
+        )
     with torch.device("meta"):
         model = kind._from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     refuse_experts(model)
