@@ -151,14 +151,14 @@ REFUSED = {
         "LlamaForSequenceClassification does not write text",
     ),
     "attention": (
-        lambda: transformers.FalconConfig(**COMMON),
+        lambda: transformers.FalconConfig(hidden_size=64, num_attention_heads=4),
         "FalconForCausalLM",
         "FalconForCausalLM computes attention in code of its own, which cannot be packed",
     ),
     "attention that takes any name": (
-        lambda: transformers.StableLmConfig(**COMMON),
-        "StableLmForCausalLM",
-        "StableLmForCausalLM computes attention in code of its own, which cannot be packed",
+        lambda: transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4),
+        "BloomForCausalLM",
+        "BloomForCausalLM computes attention in code of its own, which cannot be packed",
     ),
     "unknown class": (
         lambda: transformers.LlamaConfig(**COMMON),

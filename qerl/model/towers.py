@@ -12,6 +12,7 @@ a packed layer nor an adapter here.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,15 +97,32 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """
     attention.register()
     kind = architecture(config)
-    if not kind._supports_attention_backend:  # it would run its own, blind to who may see whom
-        raise QerlError(
-            f"model: {kind.__name__} computes attention in code of its own, which cannot be packed; "
-            f"name a model of a newer class ({FAMILIES})"
-        )
-    with torch.device("meta"):
-        model = kind._from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    try:
+        with torch.device("meta"):
+            model = kind._from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise
+        raise _own_attention(kind) from error
+    if not any(map(_asks_for_attention, model.get_decoder().modules())):
+        raise _own_attention(kind)
     refuse_experts(model)
     return model
+
+
+def _asks_for_attention(module: nn.Module) -> bool:
+    """Whether a module's forward looks up which attention to compute. (Classes say so themselves,
+    in `_supports_attention_backend`, but not all of them.)"""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _own_attention(kind: type[PreTrainedModel]) -> QerlError:
+    """It would run its own, blind to who may see whom in a pack."""
+    return QerlError(
+        f"model: {kind.__name__} computes attention in code of its own, which cannot be packed; "
+        f"name a model of a newer class ({FAMILIES})"
+    )
 
 
 def refuse_experts(model: PreTrainedModel) -> None:
