@@ -78,6 +78,10 @@ def quantize(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a quantized checkpoint already there.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the Python code that comes with MODEL."),
+    ] = False,
     json: Json = None,
 ) -> None:
     """Write a model as an NVFP4 checkpoint, 4.5 bits a weight.
@@ -97,12 +101,12 @@ def quantize(
         with quiet():
             from qerl.quantize.checkpoint import quantize_checkpoint
 
-            source = _source(model, out.say)
+            source = _source(model, out.say, trust_remote_code)
             if overwrite:
                 check_replaceable(output, source)
             ids = None
             if calibration is not None:
-                ids = token_lists(calibration, _tokenizer(source), texts, length)
+                ids = token_lists(calibration, _tokenizer(source, trust_remote_code), texts, length)
             with _bar() as heard:
                 made = quantize_checkpoint(
                     source,
@@ -114,6 +118,7 @@ def quantize(
                     format=format.value,
                     device=_device() if ids else "cpu",
                     overwrite=overwrite,
+                    trust_remote_code=trust_remote_code,
                     progress=heard,
                     say=out.note,
                 )
@@ -121,13 +126,13 @@ def quantize(
         out.report(made)
 
 
-def _source(model: str, say: Callable[[str], None]) -> Path:
+def _source(model: str, say: Callable[[str], None], code: bool) -> Path:
     """A GGUF file as it is; everything else as a directory."""
     if model.lower().endswith(".gguf"):
         return Path(model).expanduser()
     from qerl.model.load import resolve_model
 
-    return resolve_model(model, say)[0]
+    return resolve_model(model, say, code)[0]
 
 
 def _device() -> str:
@@ -136,11 +141,11 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(source: Path, code: bool) -> PreTrainedTokenizerBase:
     from qerl.model.load import load_tokenizer
 
     if source.is_dir():
-        return load_tokenizer(source)
+        return load_tokenizer(source, code)
     from qerl.quantize.gguf import load_tokenizer as from_gguf
 
     return from_gguf(source)

@@ -14,6 +14,7 @@ from qerl.cli_output import Output, quiet
 from qerl.errors import QerlError
 
 if TYPE_CHECKING:
+    from qerl.config import Recipe
     from qerl.run import Run
 
 
@@ -97,20 +98,21 @@ def plan(recipe: RecipeArgument, changes: Changes = None, json: Json = None) -> 
         with quiet():
             from qerl.memory import plan as predict
 
-            predicted = predict(loaded, _model_config(loaded.model, out.note))
+            predicted = predict(loaded, _model_config(loaded, out.note))
         show(predicted.table())
         out.report({"recipe": loaded.name, "model": loaded.model, **predicted.as_dict()})
 
 
-def _model_config(model: str, say: Callable[[str], None]) -> Any:
+def _model_config(recipe: Recipe, say: Callable[[str], None]) -> Any:
     """The configuration alone: of a Hub id no more than config.json is fetched."""
     from transformers import AutoConfig
 
     from qerl.adapter import is_hub_id
     from qerl.model.load import first_line, resolve_model
 
+    model, code = recipe.model, recipe.trust_remote_code
     source = model if is_hub_id(model) else resolve_model(model, say)[0]
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=code)
     except (OSError, ValueError) as error:
         raise QerlError(f"model: no configuration of '{model}' ({first_line(error)})") from error

@@ -63,6 +63,11 @@ class Recipe(Section):
         description="Decoder layers that a quantized checkpoint left in 16 bits: keep them, or "
         "nvfp4 (quantized while loading; the files stay as they are).",
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run the Python code that comes with a model (and its tokenizer). It can do "
+        "anything on your machine: only for authors you trust.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto",
         description="Compute type. auto: bfloat16 on a GPU, float32 on a CPU.",

@@ -29,6 +29,7 @@ def load(
     rest: Rest = "keep",
     dtype: Dtype = "auto",
     device: str = "auto",
+    trust_remote_code: bool = False,
     seed: int = 0,
     say: Say = lambda text: None,
 ) -> PeftModel: ...
@@ -42,6 +43,7 @@ def load(
     rest: Rest = "keep",
     dtype: Dtype = "auto",
     device: str = "auto",
+    trust_remote_code: bool = False,
     seed: int = 0,
     say: Say = lambda text: None,
 ) -> PreTrainedModel: ...
@@ -54,6 +56,7 @@ def load(
     rest: Rest = "keep",
     dtype: Dtype = "auto",
     device: str = "auto",
+    trust_remote_code: bool = False,
     seed: int = 0,
     say: Say = lambda text: None,
 ) -> PeftModel | PreTrainedModel:
@@ -63,8 +66,9 @@ def load(
     model that also sees, the text tower. adapter: with a LoRA adapter around it, as a
     `peft.PeftModel` in which that alone has gradients (fp32); False: the frozen base, a
     transformers model through whose packed layers gradients flow. lora: rank, targets, … of the
-    adapter, or one to start from (null: a recipe's defaults). format, rest, dtype, device: as a
-    recipe's keys of these names. seed: draws the adapter's A. `say` hears of what is left out.
+    adapter, or one to start from (null: a recipe's defaults). format, rest, dtype, device,
+    trust_remote_code: as a recipe's keys of these names. seed: draws the adapter's A. `say` hears
+    of what is left out.
     Raises QerlError for whatever of these does not exist or does not fit the model.
     """
     if lora is not None and not adapter:
@@ -75,12 +79,19 @@ def load(
 
     # The recipe's own checks: an unknown name is the same line here and there.
     recipe = Recipe(
-        model=str(model), format=format, rest=rest, dtype=dtype, device=device, seed=seed
+        model=str(model),
+        format=format,
+        rest=rest,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        seed=seed,
     )
     where = resolve_device(recipe.device)
-    source, _ = resolve_model(recipe.model, say)
+    code = recipe.trust_remote_code
+    source, _ = resolve_model(recipe.model, say, code)
     kind = resolve_dtype(recipe.dtype, where)
-    network, _ = load_network(source, recipe.format, recipe.rest, kind, where, say)
+    network, _ = load_network(source, recipe.format, recipe.rest, kind, where, say, code)
     if not adapter:
         return network
     from qerl.adapter import load_adapter

@@ -96,7 +96,15 @@ def load_policy(recipe: Recipe, say: Callable[[str], None] = lambda text: None) 
     """A recipe's base and a fresh (or imported) adapter, on its device."""
     device = resolve_device(recipe.device)
     dtype = resolve_dtype(recipe.dtype, device)
-    base = load_base(recipe.model, format=recipe.format, dtype=dtype, device=device, say=say)
+    base = load_base(
+        recipe.model,
+        format=recipe.format,
+        rest=recipe.rest,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=recipe.trust_remote_code,
+        say=say,
+    )
     model = attach_lora(base.model, recipe.lora, seed=recipe.seed)
     if recipe.lora.init is not None:
         from qerl.adapter import load_adapter

@@ -66,7 +66,7 @@ def open_session(
     recipe = Recipe.load(folder.recipe).model_copy(deep=True)
     recipe.lora.init = None if adapter is None else str(adapter)
     if base is not None:
-        directory, _ = resolve_model(base, say)
+        directory, _ = resolve_model(base, say, recipe.trust_remote_code)
         recipe.model, recipe.rest = base, "keep"
         recipe.format = "nvfp4" if quantization_of(directory) else "bf16"
     return Session(recipe, folder, reward, say)
@@ -86,7 +86,7 @@ def score_on_source(
     trained on 16 bits, or its base was published quantized.
     """
     recipe = Recipe.load(folder.recipe)
-    directory, name = resolve_model(recipe.model, say)
+    directory, name = resolve_model(recipe.model, say, recipe.trust_remote_code)
     if recipe.format == "bf16" or quantization_of(directory):
         return None
     adapter = folder.best if which == "best" else folder.adapter

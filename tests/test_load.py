@@ -25,6 +25,7 @@ from qerl.errors import QerlError
 from qerl.model.fp8 import FP8Linear
 from qerl.model.linear import NVFP4Linear
 from qerl.model.load import load_base, load_network, load_packed, quantization_of
+from qerl.model.lora import lora_layers
 from qerl.policy import load_policy
 from qerl.quantize.search import quantize_weight
 from qerl_kernels.quantize import dequantize
@@ -123,6 +124,20 @@ def test_rest_leaves_a_layer_that_nvfp4_cannot_hold(tmp_path):
     assert type(layer.o_proj) is torch.nn.Linear and type(layer.q_proj) is NVFP4Linear
 
 
+def test_rest_is_a_recipe_key(qwen, tmp_path):
+    made = publish(qwen, tmp_path / "made", "modelopt-mlp")
+    for rest, kind in (("keep", torch.nn.Linear), ("nvfp4", NVFP4Linear)):
+        recipe = Recipe(model=str(made.folder), rest=rest, dtype="float32", device="cpu")
+        policy = load_policy(recipe)
+        layers = lora_layers(policy.network).items()
+        [layer] = {type(m.get_base_layer()) for n, m in layers if n.endswith("q_proj")}
+            type(m.get_base_layer())
+            for n, m in lora_layers(policy.network).items()
+            if n.endswith("q_proj")
+        }
+        assert layer is kind, rest
+
+
 def test_rest_contradicts_other_formats():
     with pytest.raises(QerlError, match="rest: nvfp4 contradicts format: bf16"):
         Recipe(model="m", rest="nvfp4", format="bf16")
@@ -150,6 +165,58 @@ def test_quantization_is_found_in_the_text_towers_part(tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"text_config": {"quantization_config": {"a": 1}}}))
     assert quantization_of(tmp_path / "plain") == {"a": 1}
+
+
+# --- code that comes with a model ---------------------------------------------------------
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    folder = write_tiny_model(tmp_path / "foreign", num_hidden_layers=1)
+    (folder / "mine.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    auto = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    config |= {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_foreign_code_runs_only_when_asked(foreign, format):
+    recipe = Recipe(model=str(foreign), format=format, dtype="float32", device="cpu")
+    with pytest.raises(QerlError, match="set trust_remote_code: true if you trust its authors"):
+        load_policy(recipe)
+    assert not [name for name in sys.modules if name.endswith("mine")]
+    recipe.trust_remote_code = True
+    policy = load_policy(recipe)
+    assert type(policy.network).__name__ == "MineForCausalLM"
+    kind = NVFP4Linear if format == "nvfp4" else torch.nn.Linear
+    assert isinstance(policy.network.model.layers[0].mlp.up_proj.get_base_layer(), kind)
+    policy.model(IDS, labels=IDS).loss.backward()
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def test_foreign_code_without_a_language_model_is_refused(foreign):
+    config = json.loads((foreign / "config.json").read_text())
+    del config["auto_map"]["AutoModelForCausalLM"]
+    (foreign / "config.json").write_text(json.dumps(config))
+    recipe = Recipe(model=str(foreign), trust_remote_code=True, dtype="float32", device="cpu")
+    with pytest.raises(QerlError, match="names no AutoModelForCausalLM in its config.json"):
+        load_policy(recipe)
 
 
 # --- qerl.load --------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Context:
 
         if self.offline:
             return offline_model(self.recipe.model)
-        return resolve_model(self.recipe.model, self.say)[0]
+        return resolve_model(self.recipe.model, self.say, self.recipe.trust_remote_code)[0]
 
     @property
     def config(self) -> Any:
@@ -106,7 +106,8 @@ class Context:
             from transformers import AutoConfig
 
             try:
-                config = AutoConfig.from_pretrained(self.source, trust_remote_code=False)
+                code = self.recipe.trust_remote_code
+                config = AutoConfig.from_pretrained(self.source, trust_remote_code=code)
             except (OSError, ValueError) as error:
                 reason = " ".join(str(error).split())
                 raise QerlError(f"model: '{self.source}' has no usable config: {reason}") from error
@@ -126,7 +127,7 @@ class Context:
         def make() -> Any:
             from qerl.model.load import load_tokenizer
 
-            return load_tokenizer(self.source)
+            return load_tokenizer(self.source, self.recipe.trust_remote_code)
 
         return self.once("tokenizer", make)
 

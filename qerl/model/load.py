@@ -59,41 +59,50 @@ def load_base(
     dtype: torch.dtype,
     device: torch.device,
     rest: str = "keep",
+    trust_remote_code: bool = False,
     say: Say = lambda text: None,
 ) -> Base:
     """Load a recipe's base model, frozen and in eval mode, with attention that packs.
 
+    trust_remote_code: run the Python code that comes with the model.
     Raises QerlError for a model that does not exist or a format it does not have.
     """
+    code = trust_remote_code
     _check_dtype(format, dtype, device)  # before anything is fetched
-    source, hub_id = resolve_model(model, say)
-    network, checkpoint = load_network(source, format, rest, dtype, device, say)
+    source, hub_id = resolve_model(model, say, code)
+    network, checkpoint = load_network(source, format, rest, dtype, device, say, code)
     on_hub = not Path(model).expanduser().is_dir() and model != demo_model.MODEL_ID
     # On a GPU vLLM reads the NVFP4 copy that was trained on; on a CPU it wants the 16-bit one.
     wide = hub_id if on_hub else str(source)
     serve = str(checkpoint) if device.type == "cuda" and format == "nvfp4" else wide
-    return Base(network, load_tokenizer(checkpoint), source, checkpoint, hub_id, serve)
+    return Base(network, load_tokenizer(checkpoint, code), source, checkpoint, hub_id, serve)
 
 
 def load_network(
-    source: Path, format: str, rest: str, dtype: torch.dtype, device: torch.device, say: Say
+    source: Path,
+    format: str,
+    rest: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Say,
+    code: bool = False,
 ) -> tuple[PreTrainedModel, Path]:
     """A model directory as `format` and `rest` say, and the directory that was read: its NVFP4
-    copy, where it was quantized for this.
+    copy, where it was quantized for this. code: as `load_base`'s trust_remote_code.
 
     Raises QerlError as `load_base` does.
     """
     _check_dtype(format, dtype, device)
     if format == "nvfp4":
-        read_config(source)  # what transformers does not know is refused before it is quantized
-        checkpoint = nvfp4_directory(source, say)
-        return load_packed(checkpoint, dtype, device, say, rest=rest), checkpoint
+        read_config(source, code)  # what is not known is refused before it is quantized
+        checkpoint = nvfp4_directory(source, say, code)
+        return load_packed(checkpoint, dtype, device, say, rest=rest, code=code), checkpoint
     if quantization_of(source):
         raise QerlError(
             f"format: {format} was asked for, but '{source}' is a quantized checkpoint; "
             "set format: nvfp4, or name its 16-bit original"
         )
-    return load_dense(source, dtype, device, say, format=format), source
+    return load_dense(source, dtype, device, say, format=format, code=code), source
 
 
 def _check_dtype(format: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -111,6 +120,7 @@ def load_packed(
     say: Say = lambda text: None,
     *,
     rest: str = "keep",
+    code: bool = False,
 ) -> PreTrainedModel:
     """A quantized checkpoint, each layer as its publisher left it, everything else in `dtype`.
 
@@ -119,7 +129,7 @@ def load_packed(
     """
     assert rest in ("keep", "nvfp4"), rest
     dense: Rest = "nvfp4" if rest == "nvfp4" else "keep"
-    return assemble(directory, read_config(directory), Storage(dtype, device, dense), say)
+    return assemble(directory, read_config(directory, code), Storage(dtype, device, dense), say)
 
 
 def load_dense(
@@ -129,6 +139,7 @@ def load_dense(
     say: Say = lambda text: None,
     *,
     format: str = "bf16",
+    code: bool = False,
 ) -> PreTrainedModel:
     """A 16-bit checkpoint as it is (plain LoRA), or with its linears in NF4 (QLoRA).
 
@@ -136,20 +147,24 @@ def load_dense(
     """
     assert format in ("bf16", "nf4"), format
     storage = Storage(dtype, device, "nf4" if format == "nf4" else "keep")
-    return assemble(directory, read_config(directory), storage, say)
+    return assemble(directory, read_config(directory, code), storage, say)
 
 
-def read_config(directory: Path) -> PretrainedConfig:
-    """transformers' configuration; QerlError for one that is damaged or of an unknown kind."""
+def read_config(directory: Path, code: bool = False) -> PretrainedConfig:
+    """transformers' configuration; QerlError for one that is damaged or of an unknown kind.
+
+    code: run the Python code that comes with it, if it is not one of transformers' own.
+    """
     raw = raw_config(directory)
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         named = ", ".join(raw.get("architectures") or []) or "no architecture"
-        if raw.get("auto_map"):
+        if raw.get("auto_map") and not code:
             raise QerlError(
                 f"model: '{directory}' ({named}) needs Python code that comes with it "
-                "(trust_remote_code), which is never run; name a model that transformers knows"
+                "(trust_remote_code), which is not run unless you ask for it: set "
+                "trust_remote_code: true if you trust its authors, or name another model"
             ) from error
         raise QerlError(
             f"model: transformers cannot use '{directory / 'config.json'}', model_type "
@@ -158,16 +173,16 @@ def read_config(directory: Path) -> PretrainedConfig:
         ) from error
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights; QerlError if there is none."""
+def load_tokenizer(directory: Path, code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights; QerlError if there is none. code: as for `read_config`."""
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=code)
     except (OSError, ValueError) as error:
         raise QerlError(f"model: no tokenizer in '{directory}' ({first_line(error)})") from error
 
 
-def resolve_model(model: str, say: Say = lambda text: None) -> tuple[Path, str]:
-    """A recipe's `model` -> (local directory, name to publish as the base)."""
+def resolve_model(model: str, say: Say = lambda text: None, code: bool = False) -> tuple[Path, str]:
+    """A recipe's `model` -> (local directory, name to publish as the base). code: fetch it too."""
     if model == demo_model.MODEL_ID:
         return demo_model.demo_model_dir(say), demo_model.HUB_ID
     path = Path(model).expanduser()
@@ -182,16 +197,17 @@ def resolve_model(model: str, say: Say = lambda text: None) -> tuple[Path, str]:
             f"model: '{model}' does not exist; name a directory, a Hub id such as "
             f"Qwen/Qwen3-0.6B, or {demo_model.MODEL_ID}"
         )
-    return download(model, say), model
+    return download(model, say, code), model
 
 
-def download(hub_id: str, say: Say) -> Path:
-    """Snapshot of a Hub model's safetensors, config and tokenizer."""
+def download(hub_id: str, say: Say, code: bool = False) -> Path:
+    """Snapshot of a Hub model's safetensors, config, tokenizer and, if asked, Python files."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     say(f"fetching {hub_id} from the Hugging Face Hub")
     wanted = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+    wanted += ["*.py"] * code
     try:
         return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=wanted))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -221,7 +237,7 @@ def quantization_of(directory: Path) -> dict[str, Any]:
     return raw_config(directory, beside.name).get("quantization", {}) if beside.is_file() else {}
 
 
-def nvfp4_directory(source: Path, say: Say) -> Path:
+def nvfp4_directory(source: Path, say: Say, code: bool = False) -> Path:
     """The directory itself if it was published quantized, else its NVFP4 copy in the cache."""
     if quantization_of(source):
         return source
@@ -230,7 +246,7 @@ def nvfp4_directory(source: Path, say: Say) -> Path:
     target = qerl_home() / "nvfp4" / f"{source.name}-{fingerprint(source)}"
     if not (target / "config.json").exists():
         say(f"quantizing {source.name} to NVFP4 (once; kept in {target.parent})")
-        quantize_checkpoint(source, target)
+        quantize_checkpoint(source, target, trust_remote_code=code)
     return target
 
 

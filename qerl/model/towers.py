@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl.errors import QerlError
 from qerl.model import attention
+from qerl.quantize.structure import foreign_class, is_foreign
 
 FAMILIES = "Llama, Qwen, Gemma, Mistral, Phi"
 
@@ -47,6 +48,8 @@ def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
     Raises QerlError naming the architecture for an encoder-decoder, for a class that scores or
     embeds text instead of writing it, and for one that transformers does not have.
     """
+    if is_foreign(config):
+        return foreign_class(config)
     named = list(config.architectures or [])
     if not named:
         named = [_usual(config)]

@@ -6,7 +6,7 @@ everything else as it was. The output head and the embeddings stay in 16 bits un
 ones stay tied, fused ones fused, a vision tower and multi-token heads as they are.
 
 Left out: mixture-of-experts checkpoints that store their experts as one 3-D tensor (those are not
-`nn.Linear` and are refused), and models that bring code of their own.
+`nn.Linear` and are refused). Code that comes with a model is run only if that is asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qerl.quantize.shards import PICKLE_FIX, SHARD_BYTES, Source, Tensors
 from qerl.quantize.writer import Say, Writer, unfinished
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # What a tokenizer, a processor and a licence are made of. No code is copied, no weights of others.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*")
@@ -48,6 +48,7 @@ def quantize_checkpoint(
     format: str = "compressed-tensors",
     device: str = "cpu",
     overwrite: bool = False,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
     say: Say = lambda text: None,
     shard_bytes: int = SHARD_BYTES,
@@ -59,6 +60,7 @@ def quantize_checkpoint(
     calibration: token ids, a list a text. keep: linear layers that stay in 16 bits, as shell
     patterns or `re:` regexes on module names. lm_head: keep, nvfp4 or fp8 (searched without
     calibration). format: compressed-tensors or modelopt. device: where calibrated methods compute.
+    trust_remote_code: run the Python code that comes with the model, and copy it.
     progress(done, total, layer) is called once a layer; `say` hears of what is worth knowing, such
     as going on after an interruption.
 
@@ -74,7 +76,7 @@ def quantize_checkpoint(
     src, dst = Path(src), Path(dst)
     began = time.monotonic()
     method = _check_settings(method, calibration, lm_head, format)
-    config, model, source = _open(src, say)
+    config, model, source = _open(src, say, trust_remote_code)
     check_writable("output:", dst)
     if dst.exists() and not overwrite:
         raise QerlError(f"output: '{dst}' exists already; name another folder or overwrite it")
@@ -89,7 +91,7 @@ def quantize_checkpoint(
             job.write_layers(writer, model, calibration, progress, device)
             job.write_rest(writer)
             with atomic_dir(dst) as folder:
-                _write_companions(folder, src, config, job, source)
+                _write_companions(folder, src, config, model.config, job, source)
                 writer.move_to(folder)
         shutil.rmtree(work)
     return {
@@ -126,7 +128,7 @@ def _check_settings(
     return method
 
 
-def _open(src: Path, say: Say) -> tuple[dict[str, Any], PreTrainedModel, Tensors]:
+def _open(src: Path, say: Say, code: bool) -> tuple[dict[str, Any], PreTrainedModel, Tensors]:
     """config.json's content, the skeleton, the tensors."""
     if src.suffix == ".gguf":
         check_gguf(src)
@@ -138,7 +140,7 @@ def _open(src: Path, say: Say) -> tuple[dict[str, Any], PreTrainedModel, Tensors
         raise QerlError(f"model: '{src}' is {kind}; name the folder that holds config.json")
     config = structure.read_config(src)
     source = Source(src)
-    return config, structure.skeleton(src), source
+    return config, structure.skeleton(src, code), source
 
 
 def _plan(
@@ -214,7 +216,12 @@ def _kept_if_stopped(work: Path, say: Say) -> Iterator[None]:
 
 
 def _write_companions(
-    folder: Path, src: Path, config: dict[str, Any], job: Job, source: Tensors
+    folder: Path,
+    src: Path,
+    config: dict[str, Any],
+    model_config: PretrainedConfig,
+    job: Job,
+    source: Tensors,
 ) -> None:
     """config.json and everything beside the weights."""
     fp8 = [job.head] if job.head is not None and job.lm_head == "fp8" else []
@@ -228,7 +235,9 @@ def _write_companions(
     if src.is_file():
         write_tokenizer(src, folder)
         return
-    for pattern in _COMPANIONS:
+    # Code that was run to make this is needed to load it; other code is nobody's business.
+    code = ("*.py",) if structure.is_foreign(model_config) else ()
+    for pattern in _COMPANIONS + code:
         for file in sorted(src.glob(pattern)):
             if file.name != "config.json" and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, folder / file.name)

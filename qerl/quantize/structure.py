@@ -39,10 +39,10 @@ def read_config(src: Path) -> dict[str, Any]:
     return config
 
 
-def skeleton(src: Path, **where: str) -> PreTrainedModel:
+def skeleton(src: Path, code: bool = False, **where: str) -> PreTrainedModel:
     """The model without its weights: structure alone says what is a linear layer.
 
-    where: `gguf_file` for a GGUF file in the folder `src`.
+    code: run the Python code that comes with it. where: `gguf_file` for a GGUF file in `src`.
     Raises QerlError for a model that transformers does not know, one that needs code of its own
     among them, and for experts stored as 3-D tensors.
     """
@@ -50,15 +50,16 @@ def skeleton(src: Path, **where: str) -> PreTrainedModel:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(src, trust_remote_code=False, **where)
+        config = AutoConfig.from_pretrained(src, trust_remote_code=code, **where)
         with torch.device("meta"):
             model = _model_class(config)(config)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "custom code" in reason or "trust_remote_code" in str(error):
             raise QerlError(
-                f"model: '{src}' needs Python code that comes with it (trust_remote_code), which "
-                "is never run; name a model that transformers itself knows"
+                f"model: '{src}' needs Python code that comes with it, which is not run unless you "
+                "ask for it: add --trust-remote-code (trust_remote_code: true in a recipe) if you "
+                "trust its authors"
             ) from error
         raise QerlError(
             f"model: transformers cannot build '{src}' ({reason}); name a causal language model"
@@ -76,12 +77,33 @@ def _model_class(config: PretrainedConfig) -> Any:
     """The checkpoint's own class where it generates text, else transformers' choice for that."""
     import transformers
 
+    if is_foreign(config):
+        return foreign_class(config)
     for name in config.architectures or []:
         if name.endswith(("ForCausalLM", "ForConditionalGeneration")):
             found = getattr(transformers, name, None)
             if found is not None:
                 return found
     return transformers.AutoModelForCausalLM.from_config
+
+
+def is_foreign(config: PretrainedConfig) -> bool:
+    """Whether a configuration's class is code that came with the model, not transformers' own."""
+    return type(config).__module__.startswith("transformers_modules.")
+
+
+def foreign_class(config: PretrainedConfig) -> Any:
+    """The causal language model that comes with such a configuration; QerlError without one."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    where = str(config.name_or_path)
+    found = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if found is None:
+        raise QerlError(
+            f"model: the code that comes with '{where}' names no AutoModelForCausalLM in its "
+            "config.json's auto_map; name another model"
+        )
+    return get_class_from_dynamic_module(found, where)
 
 
 def file_names(model: PreTrainedModel, source: Tensors) -> dict[str, str]:
