@@ -153,7 +153,8 @@ def _alternatives(
     found["invariant"] = [lambda w=w: invariant(w) for w in weights]
     found["dense"] = [lambda d=d: x @ (d.t() if forward else d) for d in dense]
     if forward and importlib.util.find_spec("bitsandbytes"):
-        from bitsandbytes import functional, matmul_4bit  # pyright: ignore[reportMissingImports]
+        from bitsandbytes import functional
+        from bitsandbytes.autograd._functions import matmul_4bit
 
         quantized = [functional.quantize_4bit(d, quant_type="nf4") for d in dense]
         found["nf4"] = [lambda q=q: matmul_4bit(x, q[0].t(), q[1]) for q in quantized]

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from qerl.errors import QerlError
 from qerl.quantize.search import Packed
 
+UNPACKED = 1 << 22  # weights put back at a time
 BATCH_TOKENS = 4096  # sequences of one length are run together up to this many tokens
 
 
@@ -109,11 +110,13 @@ class _DecoderBlock(Block):
     def put(self, name: str, packed: Packed) -> None:
         from qerl_kernels.quantize import dequantize
 
-        linear = self.linears[name]
-        device, dtype = linear.weight.device, linear.weight.dtype
-        codes, scale, g = (part.to(device) for part in packed)
-        value = dequantize(codes, scale, g, dtype)
-        linear.weight = nn.Parameter(value, requires_grad=False)
+        value = torch.empty_like(self.linears[name].weight)  # the old one may be the source's own
+        codes, scale, g = (part.to(value.device) for part in packed)
+        rows = max(1, UNPACKED // value.shape[1])  # unpacking takes several times the weight
+        for first in range(0, len(value), rows):
+            some = slice(first, first + rows)
+            value[some] = dequantize(codes[some], scale[some], g, value.dtype)
+        self.linears[name].weight = nn.Parameter(value, requires_grad=False)
 
     def run(self, batch: Batch) -> Tensor:
         args, kwargs = batch.calls[self.index]
