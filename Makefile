@@ -36,10 +36,9 @@ lint: $(VENV)/.installed-dev
 test: lint
 	$(BIN)/pytest -m "not slow and not gpu" -n logical --maxprocesses 4 --dist worksteal
 
-# Kernels in parallel; the rest trains on both cores and shares one cache folder.
+# Groups: tests of one short run of the demo stay in one process.
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "slow and not gpu" -n logical --maxprocesses 4 --dist worksteal tests/test_kernels_*.py
-	$(BIN)/pytest -m "slow and not gpu" --ignore-glob="*/test_kernels_*.py"
+	$(BIN)/pytest -m "slow and not gpu" -n logical --maxprocesses 4 --dist loadgroup
 
 clean:
 	rm -rf $(VENV)

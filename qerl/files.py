@@ -6,6 +6,7 @@ wherever the process was killed. Names that end in `.partial` are unfinished and
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -63,6 +64,16 @@ def write_json(path: str | Path, obj: Any) -> None:
     """Write `obj` as indented JSON, atomically. NaN and infinity are refused (ValueError)."""
     text = json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False)
     atomic_write(path, text + "\n")
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Within: no other process is in a block of the same `path`; they wait. `<path>.lock` stays."""
+    lock = Path(path).with_name(f"{Path(path).name}.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, by a kill too
+        yield
 
 
 @contextmanager

@@ -41,3 +41,12 @@ def tiny_policy(tiny_recipe):
     from qerl.policy import load_policy
 
     return load_policy(tiny_recipe)
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory):
+    """A short run on the real demo model, open; slow."""
+    from demo_home import short_demo
+
+    with short_demo(tmp_path_factory.mktemp("demo") / "runs") as run:
+        yield run

@@ -1,4 +1,5 @@
-"""The cache folder that slow tests share, so that the demo model is made once a machine.
+"""The cache folder that slow tests share, so that the demo model is made once a machine, and the
+short demo run that they share.
 
 `QERL_TEST_HOME` names it; otherwise it is the user's own cache, as in a real run.
 """
@@ -9,6 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qerl.run import Run
 
 
 @contextmanager
@@ -24,3 +29,29 @@ def shared_home() -> Iterator[Path]:
             del os.environ["QERL_HOME"]
         else:
             os.environ["QERL_HOME"] = before
+
+
+STEPS, PROMPTS = 10, 60  # of the short demo: enough to learn more than chance
+
+
+@contextmanager
+def short_demo(folder: Path) -> Iterator[Run]:
+    """The demo on the real model, at a learning rate for so few steps, in fp32."""
+    import qerl
+    from qerl.config import Recipe
+
+    changes = {
+        "train.steps": STEPS,
+        "train.lr": 7e-4,
+        "train.warmup_steps": 1,
+        "train.max_grad_norm": 1.0,
+        "eval.prompts": PROMPTS,
+        "seed": 3,
+        "dtype": "float32",
+        "device": "cpu",
+        "output.dir": str(folder),
+    }
+    with shared_home():
+        recipe = Recipe.load("demo-smollm2", overrides=changes)
+        with qerl.train(recipe, report=False) as run:
+            yield run

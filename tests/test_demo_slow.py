@@ -1,7 +1,7 @@
 """A shortened demo on the real 135M model: it learns, and its adapter works without qerl.
 
-One training run serves every test here: ten steps, at a learning rate for so short a run, and 40
-held-out prompts, in fp32 so that another program's greedy answers can be compared one by one.
+One training run serves every test here and those of merging (`demo_run` of conftest.py), in fp32 so
+that another program's greedy answers can be compared one by one.
 """
 
 from __future__ import annotations
@@ -12,35 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from demo_home import shared_home
+from demo_home import PROMPTS, STEPS
 
 from qerl.config import Recipe
 
-STEPS, PROMPTS = 10, 40
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("demo")]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory):
-    import qerl
-
-    folder = tmp_path_factory.mktemp("demo")
-    changes = {
-        "train.steps": STEPS,
-        "train.lr": 7e-4,
-        "train.warmup_steps": 1,
-        "train.max_grad_norm": 1.0,
-        "eval.prompts": PROMPTS,
-        "seed": 3,
-        "dtype": "float32",
-        "device": "cpu",
-        "output.dir": str(folder / "runs"),
-    }
-    with shared_home():
-        recipe = Recipe.load("demo-smollm2", overrides=changes)
-        with qerl.train(recipe, report=False) as run:
-            yield run
+def run(demo_run):
+    return demo_run
 
 
 @pytest.fixture(scope="module")

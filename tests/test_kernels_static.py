@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from demo_home import shared_home
 from typer.testing import CliRunner
 
 from qerl import cli
+from qerl.files import locked
 from qerl_kernels import static
 from qerl_kernels.budgets import FILE, Budgets
 from qerl_kernels.variants import ALL_TARGETS
@@ -375,11 +377,13 @@ def home():
 def triton_folder(version: str, home: Path) -> Path:
     """A folder with that Triton, installed there once a machine."""
     folder = home / "tritons" / f"{version}-py{sys.version_info.major}{sys.version_info.minor}"
-    if not folder.exists():
-        half = folder.with_suffix(f".{os.getpid()}")
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*pip, "--no-deps", "--target", half, f"triton=={version}"], check=True)
-        half.rename(folder)
+    with locked(folder):
+        if not folder.exists():
+            half = folder.with_suffix(".half")
+            shutil.rmtree(half, ignore_errors=True)
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+            subprocess.run([*pip, "--no-deps", "--target", half, f"triton=={version}"], check=True)
+            half.rename(folder)
     return folder
 
 

