@@ -68,8 +68,11 @@ def write_json(path: str | Path, obj: Any) -> None:
 
 @contextmanager
 def locked(path: str | Path) -> Iterator[None]:
-    """Within: no other process is in a block of the same `path`; they wait. `<path>.lock` stays."""
-    lock = Path(path).with_name(f"{Path(path).name}.lock")
+    """Within: no other process is in a block of the same `path`; they wait.
+
+    A hidden file beside it, `.<name>.lock`, stays.
+    """
+    lock = Path(path).with_name(f".{Path(path).name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, by a kill too

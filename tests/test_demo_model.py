@@ -145,7 +145,8 @@ def test_the_real_model_is_downloaded_and_converted(home: Path):
     said: list[str] = []
     folder = demo_model_dir(said.append)
     assert [line.split()[0] for line in said] == ["downloading", "converting"]
-    assert sorted(path.name for path in (home / "models").iterdir()) == [MODEL_ID]
+    kept = sorted(path.name for path in (home / "models").iterdir())
+    assert kept == [f".{MODEL_ID}.lock", MODEL_ID]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert sum(p.numel() for p in model.parameters()) == 134_515_008

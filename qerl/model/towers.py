@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl.errors import QerlError
 from qerl.model import attention
-from qerl.quantize.structure import foreign_class, is_foreign
+from qerl.quantize import structure
 
 FAMILIES = "Llama, Qwen, Gemma, Mistral, Phi"
 
@@ -48,8 +48,8 @@ def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
     Raises QerlError naming the architecture for an encoder-decoder, for a class that scores or
     embeds text instead of writing it, and for one that transformers does not have.
     """
-    if is_foreign(config):
-        return foreign_class(config)
+    if structure.is_foreign(config):
+        return structure.foreign_class(config)
     named = list(config.architectures or [])
     if not named:
         named = [_usual(config)]
@@ -182,33 +182,12 @@ def modules_left_out(model: nn.Module) -> tuple[str, ...]:
 
 
 def file_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
-    """The model's tensor names -> those in its files; call it while the model has all its towers.
+    """The model's tensor names -> those in its files (`structure.file_names`).
 
-    They differ where transformers renames as it loads, such as Gemma 3's
-    `language_model.model.layers` in the files for `model.language_model.layers`. A packed layer is
-    several tensors; it is here by the `weight` that it would have in 16 bits.
+    A packed layer is several tensors; it is here by the `weight` that it would have in 16 bits.
     Raises QerlError for files whose tensors transformers would split or join.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    wanted = dict(model.state_dict())
-    stored = sorted({_whole(name) for name in names})
-    found = {name: name for name in stored if name in wanted}
-    transforms = get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    for name in (name for name in stored if name not in found):
-        prefix = model.base_model_prefix
-        renamed, converted = rename_source_key(name, renamings, converters, prefix, wanted)
-        if converted is not None and renamed in wanted and renamed not in found:
-            raise QerlError(
-                f"model: '{name}' has to be split or joined for {type(model).__name__}, which is "
-                "not supported; load it once with transformers and save it again"
-            )
-        if renamed in wanted:
-            found.setdefault(renamed, name)
-    return found
+    return structure.file_names(model, {_whole(name) for name in names}, strict=True)
 
 
 def _whole(name: str) -> str:

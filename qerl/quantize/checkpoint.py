@@ -151,7 +151,7 @@ def _plan(
     lm_head: str,
     format: str,
 ) -> Job:
-    names = structure.file_names(model, source)
+    names = structure.file_names(model, source.names())
     shapes = nvfp4.linear_shapes(model)
     kept = nvfp4.kept_layers(shapes, keep)
     layers = {name: shape for name, shape in shapes.items() if name not in kept}

@@ -7,6 +7,7 @@ that names are those of the files; a vision tower is part of it and stays as it 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,25 +107,36 @@ def foreign_class(config: PretrainedConfig) -> Any:
     return get_class_from_dynamic_module(found, where)
 
 
-def file_names(model: PreTrainedModel, source: Tensors) -> dict[str, str]:
-    """The model's tensor names -> those in the files, for all that the files hold unchanged.
+def file_names(
+    model: PreTrainedModel, names: Iterable[str], *, strict: bool = False
+) -> dict[str, str]:
+    """The model's tensor names -> those in the files; call it while the model has all its towers.
 
-    They differ where transformers renames while it loads, such as Gemma 3's
-    `language_model.model.layers` in the files for `model.language_model.layers`.
+    They differ where transformers renames as it loads, such as Gemma 3's
+    `language_model.model.layers` in the files for `model.language_model.layers`. Tensors that it
+    would split or join are left out, or (strict) a QerlError that names the first.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     wanted = dict(model.state_dict())
-    found = {name: name for name in source.names() if name in wanted}
+    stored = sorted(names)
+    found = {name: name for name in stored if name in wanted}
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     prefix = model.base_model_prefix
-    for name in sorted(set(source.names()) - set(found)):
+    for name in (name for name in stored if name not in found):
         renamed, converter = rename_source_key(name, renamings, converters, prefix, wanted)
-        if converter is None and renamed in wanted:
-            found.setdefault(renamed, name)
+        if renamed not in wanted or renamed in found:
+            continue
+        if converter is None:
+            found[renamed] = name
+        elif strict:
+            raise QerlError(
+                f"model: '{name}' has to be split or joined for {type(model).__name__}, which is "
+                "not supported; load it once with transformers and save it again"
+            )
     return found
 
 
