@@ -175,8 +175,17 @@ def adopted(recipe: Recipe) -> Recipe:
     return changed
 
 
-def copy_adapter(source: Path, directory: str | Path, *, replace: bool) -> Path:
-    """Copy an adapter folder, all or nothing; see `Adapter.save`. Returns the new folder."""
+def copy_adapter(
+    source: Path,
+    directory: str | Path,
+    *,
+    replace: bool,
+    change: Callable[[Path], None] = lambda folder: None,
+) -> Path:
+    """Copy an adapter folder, all or nothing; see `Adapter.save`. Returns the new folder.
+
+    change: is given the copy before it appears under its name.
+    """
     import shutil
 
     directory = Path(directory).expanduser()
@@ -188,6 +197,7 @@ def copy_adapter(source: Path, directory: str | Path, *, replace: bool) -> Path:
     _refuse_other(directory, replace=replace)
     with atomic_dir(directory) as folder:
         shutil.copytree(source, folder, dirs_exist_ok=True)
+        change(folder)
     return directory
 
 

@@ -44,6 +44,7 @@ class Wish:
     merge: Merge | None
     allow_loss: bool
     budget: float
+    base_model: str | None
 
     @property
     def default_name(self) -> str:
@@ -85,6 +86,14 @@ def export(
             help="--merge nvfp4: share of the weights that may stay bf16 where it helps.",
         ),
     ] = 0.1,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            metavar="OWNER/NAME",
+            help="The base's Hub id, for an adapter trained on a local folder.",
+        ),
+    ] = None,
     push: Annotated[
         str | None,
         typer.Option("--push", metavar="USER/NAME", help="Upload to the Hugging Face Hub."),
@@ -124,10 +133,16 @@ def export(
     if push is None and any(given.values()):
         option = next(name for name, value in given.items() if value)
         raise QerlError(f"{option}: it belongs to --push; add --push USER/NAME")
+    if merge is not None and push is None and base_model is not None:
+        raise QerlError("--base-model: a merged model has no base to load; leave it out")
     if merge is None and allow_loss:
         raise QerlError("--allow-loss: only a merged model can lose; add --merge bf16 or nvfp4")
     with Output(json) as out:
-        wish = Wish(find_run(run), "best" if best else "last", merge, allow_loss, budget)
+        wish = Wish(
+            find_run(run), "best" if best else "last", merge, allow_loss, budget, base_model
+        )
+        if base_model is not None:
+            _check_base(wish, out)
         if push is not None:
             _push(wish, Push(push, private, dry_run, not no_score), output, out)
             return
@@ -142,11 +157,22 @@ def export(
             out.report(made.as_dict())
 
 
+def _check_base(wish: Wish, out: Output) -> None:
+    from qerl.base_name import check_base_id
+    from qerl.config import Recipe
+
+    assert wish.base_model is not None
+    with quiet():
+        check_base_id(wish.base_model, Recipe.load(wish.folder.recipe).model, out.note)
+
+
 def _adapter(wish: Wish, target: Path, out: Output) -> None:
     with quiet():
         from qerl.export import export_adapter
 
-        made = export_adapter(wish.folder.path, target, which=wish.which)
+        made = export_adapter(
+            wish.folder.path, target, which=wish.which, base_model=wish.base_model
+        )
     out.say(f"{made.path}: {made.modules} adapted modules, {made.bytes:,} bytes, checked")
     if serve := _serve_line(made.path):
         out.say(f"\nServe it with vLLM\n  {serve}")
@@ -224,6 +250,7 @@ def _push(wish: Wish, to: Push, output: Path | None, out: Output) -> None:
                 merged=merged,
                 rows=rows,
                 repo=to.repo,
+                base_model=wish.base_model,
                 say=out.note,
             )
             url = None

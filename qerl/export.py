@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.adapter import CONFIG_FILE, WEIGHTS_FILE, copy_adapter, read_tensors
+from qerl.base_name import rename_base
 from qerl.errors import QerlError
 from qerl.files import atomic_dir, check_writable, write_json
 
@@ -39,11 +40,16 @@ class Export:
 
 
 def export_adapter(
-    run_dir: str | Path, out: str | Path, *, which: Literal["best", "last"] = "last"
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    which: Literal["best", "last"] = "last",
+    base_model: str | None = None,
 ) -> Export:
     """Copy a run's adapter to `out` and check the copy; never overwrites anything.
 
-    which: "last" is `adapter/`, "best" is `best/` (highest held-out accuracy).
+    which: "last" is `adapter/`, "best" is `best/` (highest held-out accuracy). base_model: the Hub
+    id to name as its base (null: what the run calls it).
     Raises QerlError when the run has no such adapter, `out` is not empty or cannot be written, or
     the adapter is damaged (then nothing is written).
     """
@@ -54,7 +60,12 @@ def export_adapter(
             "export the last one instead"
         )
     check_adapter(source)
-    path = copy_adapter(source, out, replace=False)
+    path = copy_adapter(
+        source,
+        out,
+        replace=False,
+        change=lambda folder: rename_base(folder, base_model) if base_model else None,
+    )
     return Export(path, check_adapter(path), (path / WEIGHTS_FILE).stat().st_size)
 
 

@@ -49,6 +49,7 @@ def prepare(
     merged: Path | None = None,
     rows: Mapping[str, card.Result | None],
     repo: str | None = None,
+    base_model: str | None = None,
     licence: Mapping[str, str] | None = None,
     say: Say = lambda text: None,
 ) -> Path:
@@ -61,7 +62,8 @@ def prepare(
     which: the last adapter or the best. rows: further measurements for the card, label to a result
     with accuracy, ci95, mean_reward and n (null: not measured); a label equal to the Hub id of the
     base stands for the adapter on that 16-bit model. repo: "USER/NAME" for the card's examples.
-    licence: front matter entries (null: `licence_of` the base).
+    base_model: Hub id of the base (null: what the run calls it). licence: front matter entries
+    (null: `licence_of` the base).
     Raises QerlError when the run has no such adapter, `merged` is no checkpoint, or `out` exists
     and is not empty, or cannot be written.
     """
@@ -73,12 +75,12 @@ def prepare(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise QerlError(f"output '{out}': it exists and is not empty; name another folder")
     relation = "adapter" if merged is None else _merged_relation(merged)
-    named = str(adapter["base_model_name_or_path"])
+    named = base_model or str(adapter["base_model_name_or_path"])
     on_hub = is_hub_id(named)
     if not on_hub and merged is None:
         say(
             f"the base model is the local folder '{named}': the card and the adapter name it "
-            f"'{Path(named).name}', which nobody else can load"
+            f"'{Path(named).name}', which nobody else can load; give its Hub id as --base-model"
         )
     base = named if on_hub else Path(named).name
     if licence is None:

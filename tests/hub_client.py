@@ -2,8 +2,9 @@
 
 A program, not a test. `python hub_client.py serve` answers each line of standard input, a JSON list
 of a token (or null), a command and its arguments, with one line: `push FOLDER REPO OPTIONS` the URL
-and what was said, or the error; `licence BASE` what the Hub knows of a base; `download REPO` the
-folder that `snapshot_download` made.
+and what was said, or the error; `licence BASE` what the Hub knows of a base; `base NAME MODEL`
+whether NAME may be given as the Hub id of MODEL; `download REPO` the folder that
+`snapshot_download` made.
 `python hub_client.py load BASE REPO IDS` fetches an adapter with `snapshot_download`, loads it with
 plain peft and prints the log-probs of the ids.
 """
@@ -62,13 +63,26 @@ def licence(base: str) -> dict:
     return {"licence": licence_of(Recipe(model=base), base, said.append), "said": said}
 
 
+def base(name: str, model: str) -> dict:
+    from qerl.base_name import check_base_id
+    from qerl.errors import QerlError
+
+    said: list[str] = []
+    try:
+        check_base_id(name, model, said.append)
+    except QerlError as error:
+        return {"error": str(error), "said": said}
+    return {"said": said}
+
+
 def serve() -> None:
     for line in sys.stdin:
         token, command, *arguments = json.loads(line)
         os.environ.pop("HF_TOKEN", None)
         if token is not None:
             os.environ["HF_TOKEN"] = token
-        answer = {"push": push, "licence": licence, "download": download}[command](*arguments)
+        commands = {"push": push, "licence": licence, "download": download, "base": base}
+        answer = commands[command](*arguments)
         print(json.dumps(answer), flush=True)
 
 

@@ -16,7 +16,9 @@ from tiny_run import short, tiny_run_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qerl
+from qerl.base_name import rename_base
 from qerl.errors import QerlError
+from qerl.export import export_adapter
 from qerl.hub import licence_of, prepare
 from qerl.metrics import read_jsonl
 
@@ -435,6 +437,39 @@ def test_the_licence_is_that_of_the_base_on_the_hub(hub, tmp_path):
     hub.faults = [Fault("GET", "me/base", None)]
     unreachable = ask(hub, None, "licence", "me/base")
     assert unreachable["licence"] == {} and len(unreachable["said"]) == 2
+
+
+def test_the_hub_id_of_a_local_base_is_compared_with_it(hub, tiny_dir, tmp_path):
+    """Keys of a text-only class name no module of a class that also sees, and the other way."""
+    for name, kind in (("same", "LlamaForCausalLM"), ("seeing", "Qwen3_5ForConditionalGeneration")):
+        folder = small(tmp_path / name, name="model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"architectures": [kind]}))
+        push(hub, folder, f"me/{name}")
+    assert ask(hub, TOKEN, "base", "me/same", str(tiny_dir)) == {"said": []}
+    other = ask(hub, TOKEN, "base", "me/seeing", str(tiny_dir))["error"]
+    assert other.startswith(
+        "--base-model: me/seeing is a Qwen3_5ForConditionalGeneration and this adapter's keys are "
+        "those of LlamaForCausalLM"
+    )
+    nowhere = ask(hub, TOKEN, "base", "me/nothing", str(tiny_dir))
+    assert "error" not in nowhere and "me/nothing was not compared" in nowhere["said"][0]
+    assert "write OWNER/NAME" in ask(hub, TOKEN, "base", str(tiny_dir), str(tiny_dir))["error"]
+
+
+def test_an_exported_adapter_names_the_base_it_is_given(finished, tmp_path):
+    out = export_adapter(finished[0], tmp_path / "out", base_model="someone/tiny").path
+    assert json.loads((out / "adapter_config.json").read_text()) == json.loads(
+        (finished[0] / "adapter" / "adapter_config.json").read_text()
+    ) | {"base_model_name_or_path": "someone/tiny"}
+    card = ModelCard.load(out / "README.md")
+    assert card.data.base_model == "someone/tiny"
+    local = json.loads((finished[0] / "adapter" / "adapter_config.json").read_text())
+    assert local["base_model_name_or_path"] not in card.content and "'someone/tiny'" in card.text
+    again = export_adapter(finished[0], tmp_path / "b", base_model="someone/tiny").path
+    rename_base(again, "other/name")
+    assert ModelCard.load(again / "README.md").data.base_model == "other/name"
+    prepared = prepare(finished[0], tmp_path / "p", rows={}, licence={}, base_model="someone/tiny")
+    assert ModelCard.load(prepared / "README.md").data.base_model == "someone/tiny"
 
 
 # ---------------------------------------------------------------- the server keeps its own rules
