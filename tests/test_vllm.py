@@ -103,8 +103,10 @@ def test_a_text_adapter_of_a_model_that_sees(ask, tmp_path, monkeypatch):
     monkeypatch.setitem(COMMON, "head_dim", 32)  # what vLLM's kernels for a CPU take
     monkeypatch.setitem(DELTA, "linear_key_head_dim", 128)
     monkeypatch.setitem(DELTA, "linear_value_head_dim", 128)
-    folder = write_family("qwen3_5", tmp_path / "qwen3_5")
-    model = qerl.load(folder, format="bf16", dtype="float32", device="cpu")
+    write_family("qwen3_5", tmp_path / "wide", torch.bfloat16)
+    folder = tmp_path / "qwen3_5"  # its linear layers in NVFP4; vision tower and mtp.* as they were
+    quantize_checkpoint(tmp_path / "wide", folder)
+    model = qerl.load(folder, dtype="float32", device="cpu")
     prompts = [[1, 3, 5, 7, 9, 4, 6, 11, 12], [1, 8, 8, 9, 10]]
     base = logprobs(model, prompts)
     randomise(model)

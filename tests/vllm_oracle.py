@@ -56,7 +56,7 @@ class Unpacking(NvFp4LinearKernel):
         layer.weight = torch.nn.Parameter(wide, requires_grad=False)
 
     def apply_weights(self, layer, x, bias=None):
-        return torch.nn.functional.linear(x, layer.weight, bias)
+        return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
 
 
 def applied(llm: LLM) -> dict[str, int]:
