@@ -79,6 +79,18 @@ def test_noise_finds_two_norms_a_layer(policy):
     assert len(find_norms(policy.network)) == 2 * LAYERS
 
 
+def test_rows_take_over_seats(policy):
+    """More requests than seats: the same tokens, and the log-probs of the packed forward."""
+    params = SamplingParams(n=3, max_tokens=8, seed=4)
+    whole = NativeEngine(policy).sample(PROMPTS, params)
+    seated = NativeEngine(policy, max_rows=2, prefill_tokens=6).sample(PROMPTS, params)
+    ids = [[c.token_ids for c in g.completions] for g in whole]
+    assert ids == [[c.token_ids for c in g.completions] for g in seated]
+    batch = pack_one(seated, torch.device("cpu"))
+    with torch.no_grad():
+        assert (policy.logprobs(batch, 1.0)[0] - batch.recorded()).abs().max() < 1e-4
+
+
 def test_a_step_of_training_does_what_its_gradient_says(policy):
     groups = NativeEngine(policy).sample(PROMPTS, SamplingParams(n=2, max_tokens=8, seed=4))
     batch = pack_one(groups, torch.device("cpu"))

@@ -13,6 +13,8 @@ from qerl.errors import QerlError
 from qerl.model.attention import qerl_attention
 from qerl.pack import common_prefix_length, pack, pack_one, packed_tokens
 from qerl.policy import load_policy
+from qerl.rollout import native
+from qerl.rollout.cache import Decode
 from qerl.rollout.native import NativeEngine
 from qerl.rollout.sampling import sample_tokens, uniforms
 from qerl.types import Prompt, SamplingParams
@@ -149,13 +151,102 @@ def test_temperature_zero_takes_the_largest():
     assert logp.item() == pytest.approx(torch.log_softmax(logits, -1)[0, 1].item())
 
 
-def test_waves_keep_both_bounds(tiny_policy):
-    prompts = prompts_of(*[(1, 5, 6, 7)] * 7)
-    sizes = [
-        [wave.stop - wave.start for wave in NativeEngine(tiny_policy, **bounds)._waves(prompts, 2)]
-        for bounds in ({"max_rows": 6}, {"prefill_tokens": 8}, {"prefill_tokens": 1}, {})
-    ]
-    assert sizes == [[3, 3, 1], [2, 2, 2, 1], [1] * 7, [7]]
+MANY = prompts_of(
+    (1, 5, 6, 7, 8, 9), (1, 5, 6, 3), (1, 5, 6, 7, 8, 4, 4, 4), (1, 5, 6, 9, 9), (1, 5, 6, 12)
+)
+BOUNDS = [
+    {"max_rows": 1},
+    {"max_rows": 3},
+    {"max_rows": 7, "prefill_tokens": 9},
+    {"prefill_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_a_seat_taken_over_is_as_good_as_a_new_one(tiny_policy, bounds, monkeypatch):
+    """Rows of other prompts and lengths sit where finished ones were."""
+    monkeypatch.setattr("qerl.rollout.cache.CHUNK", 2)
+    randomise_adapter(tiny_policy)
+    params = SamplingParams(n=4, max_tokens=9, seed=11)
+    whole = NativeEngine(tiny_policy).sample(MANY, params)
+    seated = NativeEngine(tiny_policy, **bounds).sample(MANY, params)
+    assert [g.prompt for g in seated] == MANY
+    lengths = {len(c.token_ids) for g in whole for c in g.completions}
+    assert 1 in lengths and len(lengths) > 4
+    for one, other in zip(whole, seated, strict=True):
+        for a, b in zip(one.completions, other.completions, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+            assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
+
+
+def test_bounds_are_kept(tiny_policy, monkeypatch):
+    calls = []
+    forward = tiny_policy.decoder.forward
+
+    def noted(*args, **kwargs):
+        calls.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(tiny_policy.decoder, "forward", noted)
+    engine = NativeEngine(tiny_policy, max_rows=3, prefill_tokens=14)
+    groups = engine.sample(MANY, SamplingParams(n=4, max_tokens=9, seed=11))
+    prefills = [tokens for rows, tokens in calls if rows == 1 and tokens > 1]
+    # What the prompts share, (1, 5, 6), is computed once a prefill: 3 + 3 + 1, 3 + 5 + 2, 3 + 1.
+    assert prefills == [7, 10, 4]
+    decodes = [rows for rows, tokens in calls if tokens == 1]
+    assert max(decodes) == 3
+    assert sum(decodes) == sum(len(c.token_ids) - 1 for g in groups for c in g.completions)
+    assert [rows < 3 for rows in decodes] == sorted(rows < 3 for rows in decodes)  # full to the end
+
+
+def test_seats_are_never_empty_while_requests_wait(tiny_policy, monkeypatch):
+    """64 requests of 1 to 256 tokens in 8 seats: within a tenth of tokens/8 steps."""
+    lengths = np.random.default_rng(0).integers(1, 257, 64)
+    latest = {}
+
+    def noted(seed, requests, positions):
+        latest.update(request=requests // 65536, position=positions)
+        return uniforms(seed, requests, positions)
+
+    def until_its_length(logits, temperature, draw):
+        ends = latest["position"] + 1 >= lengths[latest["request"]]
+        token = torch.from_numpy(np.where(ends, 2, 5))
+        return token, torch.zeros(len(ends)), torch.zeros(len(ends))
+
+    monkeypatch.setattr("qerl.rollout.native.uniforms", noted)
+    monkeypatch.setattr("qerl.rollout.native.sample_tokens", until_its_length)
+    monkeypatch.setattr(tiny_policy, "context", 512)
+    steps = 0
+    decode = native._Rollout._decode
+
+    def counted(rollout):
+        nonlocal steps
+        steps += 1
+        return decode(rollout)
+
+    monkeypatch.setattr(native._Rollout, "_decode", counted)
+    prompts = [Prompt(i, (), "", (1, 5, 3 + i % 9)) for i in range(64)]
+    groups = NativeEngine(tiny_policy, max_rows=8).sample(
+        prompts, SamplingParams(n=1, max_tokens=256)
+    )
+    assert [len(g.completions[0].token_ids) for g in groups] == lengths.tolist()
+    assert steps <= 1.1 * -(-lengths.sum() // 8)
+
+
+def test_a_prompts_memory_goes_with_its_last_row(tiny_policy, monkeypatch):
+    most = 0
+    forget = Decode.forget
+
+    def noted(state, waiting):
+        nonlocal most
+        forget(state, waiting)
+        most = max(most, len(state.numbers))
+
+    monkeypatch.setattr(Decode, "forget", noted)
+    many = [Prompt(i, (), "", (1, 5, 3 + i % 9, 4)) for i in range(40)]
+    NativeEngine(tiny_policy, max_rows=4).sample(many, SamplingParams(n=2, max_tokens=6, seed=1))
+    assert most <= 4
 
 
 def test_suffix_grows_past_its_first_room(tiny_policy, monkeypatch):

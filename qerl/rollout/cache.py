@@ -6,16 +6,20 @@ row. Attention reads all three and normalises over them together. A recurrent mi
 instead, a prompt's forked to its rows (`qerl.rollout.recurrent`).
 
 Shapes: B rows, P prompts, J key-value heads, R query heads per key-value head, D head size,
-C common tokens, L longest own prompt part, S suffix capacity, t suffix tokens so far.
+C common tokens, L longest own prompt part, t longest suffix so far.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from qerl.model.attention import Tree, softcap_scores
-from qerl.rollout.recurrent import Prefilled, Rows, fork
+from qerl.rollout.recurrent import Prefilled, Rows, ended
 
 CHUNK = 64  # suffix tokens a row has room for at first
 
@@ -52,89 +56,161 @@ class PrefillCache(Cache):
         return 0
 
 
-class Decode(Cache):
-    """Cache and attention of decoding rows, `rows_of_prompt` rows a prompt at the start.
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Prompts after one packed forward: what they share is the tree's first segment, `common`
+    tokens long, and then comes one segment a prompt, `spans` in the pack.
 
-    tree: what was prefilled, the common part as its first segment and then one a prompt.
-    lengths: int64 [P], tokens of each prompt beyond the common part. capacity: longest suffix.
+    hidden: [P, hidden], of each prompt's last token.
+    """
+
+    cache: PrefillCache
+    tree: Tree
+    common: int
+    spans: list[tuple[int, int]]
+    hidden: torch.Tensor
+
+
+class Decode(Cache):
+    """Memory and attention of rows that decode: of each, the prompt it continues (`rows` int64
+    [B]) and the tokens it has generated (`length` int64 [B]).
+
+    A row that is finished gives its seat to one that waits (`seat`) or leaves (`keep`); a prompt is
+    here while it has rows. first: the prefill whose common part all prompts begin with.
     layers: states of the recurrent mixers, where transformers looks for them; None elsewhere.
     """
 
-    def __init__(
-        self,
-        prefill: PrefillCache,
-        tree: Tree,
-        common: int,
-        spans: list[tuple[int, int]],
-        rows_of_prompt: int,
-        capacity: int,
-    ) -> None:
+    def __init__(self, first: Prefill) -> None:
         super().__init__(layers=[])
-        device = tree.positions.device
-        self.common_length = common
-        self.lengths = torch.tensor([end - start for start, end in spans], device=device)
-        self.longest = max(end - start for start, end in spans)
-        self.common = {i: _shared(prefill, i, common) for i in prefill.keys}
-        self.prompts = {i: _per_prompt(prefill, i, spans) for i in prefill.keys}
-        self.rows = torch.arange(len(spans), device=device).repeat_interleave(rows_of_prompt)
-        self.step = 0
-        self.suffix: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for layer, key in prefill.keys.items():
-            shape = (len(self.rows), key.shape[1], min(capacity, CHUNK), key.shape[3])
-            value_shape = (*shape[:3], prefill.values[layer].shape[3])
-            self.suffix[layer] = (key.new_empty(shape), key.new_empty(value_shape))
-        for layer, mixer in sorted(prefill.mixers.items()):
-            self.layers += [None] * (layer - len(self.layers))  # type: ignore[list-item]
-            self.layers.append(fork(mixer, common, spans, tree.end[1:], self.rows))  # type: ignore[arg-type]
+        self.device = first.hidden.device
+        self.common_length = first.common
+        self.common = {i: _shared(first.cache, i, first.common) for i in first.cache.keys}
+        self.prompts = {i: _no_prompts(pair) for i, pair in self.common.items()}
+        self.suffix = {
+            i: tuple(_room(x, 0, CHUNK) for x in pair) for i, pair in self.common.items()
+        }
+        self.ended: dict[int, Rows] = {}  # recurrent states at the prompts' ends
+        self.numbers: list[int] = []  # what the engine calls each prompt that is here
+        self.lengths = self.rows = self.length = torch.zeros(
+            0, dtype=torch.int64, device=self.device
+        )
+        self.taken = np.zeros(0, dtype=np.int64)  # `length` again, without asking the device
+        self.longest = 0
+
+    # ------------------------------------------------------------------------- who is here
+
+    def enter(self, numbers: list[int], batch: Prefill, places: list[int]) -> None:
+        """Prompts of a batch, by their places in it, that rows are about to continue."""
+        spans = [batch.spans[place] for place in places]
+        for layer, pair in _per_prompt(batch.cache, spans).items():
+            old = self.prompts[layer]
+            self.prompts[layer] = (_stack(old[0], pair[0]), _stack(old[1], pair[1]))
+        index = torch.tensor(places, device=self.device)
+        for layer, mixer in sorted(batch.cache.mixers.items()):
+            here = ended(mixer, batch.common, spans, batch.tree.end[1:][index])
+            if layer not in self.ended:
+                self.layers += [None] * (layer - len(self.layers))  # type: ignore[list-item]
+                self.ended[layer] = here
+                self.layers.append(here.take(index[:0]))  # type: ignore[arg-type]
+            else:
+                self.ended[layer].extend(here)
+        own = torch.tensor([end - start for start, end in spans], device=self.device)
+        self.lengths = torch.cat([self.lengths, own])
+        self.longest = max(self.longest, *(end - start for start, end in spans))
+        self.numbers += numbers
+
+    def seat(self, at: list[int], numbers: list[int]) -> None:
+        """Rows that begin: the prompts they continue. They take the seats `at` of rows that are
+        finished, and those that are left over new ones at the end."""
+        place = {number: i for i, number in enumerate(self.numbers)}
+        prompts = torch.tensor([place[number] for number in numbers], device=self.device)
+        seats, there = torch.tensor(at, dtype=torch.int64, device=self.device), len(at)
+        self.rows[seats], self.length[seats], self.taken[at] = prompts[:there], 0, 0
+        more = len(numbers) - there
+        if more:
+            self.rows = torch.cat([self.rows, prompts[there:]])
+            self.length = torch.cat([self.length, self.length.new_zeros(more)])
+            self.taken = np.concatenate([self.taken, np.zeros(more, dtype=np.int64)])
+            for layer, pair in self.suffix.items():
+                self.suffix[layer] = tuple(
+                    torch.cat([x, x.new_empty(more, *x.shape[1:])]) for x in pair
+                )
+        for layer, states in self.ended.items():
+            rows = self._states(layer)
+            rows.put(seats, states.take(prompts[:there]))
+            if more:
+                rows.extend(states.take(prompts[there:]))
         self._group_rows()
 
-    def grow(self) -> None:
-        """Make room for the next token: capacity doubles, so long answers cost what they use."""
-        for layer, pair in self.suffix.items():
-            if pair[0].shape[2] == self.step:
-                key, value = (
-                    torch.cat([x, x.new_empty(*x.shape[:2], self.step, x.shape[3])], 2)
-                    for x in pair
-                )
-                self.suffix[layer] = (key, value)
+    def keep(self, index: torch.Tensor) -> None:
+        """Drop every row but these."""
+        self.rows, self.length = self.rows[index], self.length[index]
+        self.taken = self.taken[index.cpu().numpy()]
+        for layer, (key, value) in self.suffix.items():
+            self.suffix[layer] = (key[index], value[index])
+        for layer in self.ended:
+            self._states(layer).keep(index)
+        self._group_rows()
+
+    def forget(self, waiting: Collection[int]) -> None:
+        """Drop prompts that no row continues, but those with rows that wait (by number)."""
+        here = set(self.rows.tolist())
+        kept = [i for i, n in enumerate(self.numbers) if i in here or n in waiting]
+        if len(kept) == len(self.numbers):
+            return
+        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        place = torch.zeros(len(self.numbers), dtype=torch.int64, device=self.device)
+        place[index] = torch.arange(len(kept), device=self.device)
+        self.rows, self.lengths = place[self.rows], self.lengths[index]
+        self.numbers = [self.numbers[i] for i in kept]
+        self.longest = int(self.lengths.max()) if kept else 0
+        for layer, (key, value) in self.prompts.items():
+            short = slice(self.longest)
+            self.prompts[layer] = (key[index][:, :, short], value[index][:, :, short])
+        for states in self.ended.values():
+            states.keep(index)
+        self._group_rows()
+
+    def advance(self) -> None:
+        """Every row has one more token. Capacity doubles, so long answers cost what they use."""
+        self.length = self.length + 1
+        self.taken += 1
+        if self.taken.max() == next(iter(self.suffix.values()))[0].shape[2]:
+            for layer, pair in self.suffix.items():
+                self.suffix[layer] = tuple(torch.cat([x, torch.empty_like(x)], 2) for x in pair)
+
+    def _states(self, layer: int) -> Rows:
+        rows = self.layers[layer]
+        assert isinstance(rows, Rows)
+        return rows
 
     def _group_rows(self) -> None:
-        """Rows of one prompt side by side, padded to the fullest: slot int64 [P, G'], -1 free.
-
-        Rows are always in the order of their prompts, so a row's place is its rank there.
-        """
+        """Rows of one prompt side by side, padded to the fullest: slot int64 [P, G'], -1 free."""
         counts = torch.bincount(self.rows, minlength=len(self.lengths))
         offset = counts.cumsum(0) - counts
-        rank = torch.arange(len(self.rows), device=self.rows.device) - offset[self.rows]
-        self.group_size = int(counts.max())
+        order = torch.argsort(self.rows, stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=self.device) - offset[self.rows[order]]
+        self.group_size = int(counts.max()) if len(order) else 0
         self.slot = self.rows * self.group_size + rank
+
+    # --------------------------------------------------------------------------- attention
 
     @property
     def positions(self) -> torch.Tensor:
         """Position of the token being decoded, int64 [B]."""
-        return self.common_length + self.lengths[self.rows] + self.step
-
-    def keep(self, index: torch.Tensor) -> None:
-        """Drop every row but these (ascending): finished rows leave at once."""
-        self.rows = self.rows[index]
-        for layer, (key, value) in self.suffix.items():
-            self.suffix[layer] = (key[index], value[index])
-        for states in self.layers:
-            if isinstance(states, Rows):
-                states.keep(index)
-        self._group_rows()
+        return self.common_length + self.lengths[self.rows] + self.length
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):  # type: ignore[override]
         key, value = self.suffix[layer_idx]
-        key[:, :, self.step] = key_states[:, :, 0]
-        value[:, :, self.step] = value_states[:, :, 0]
-        end = self.step + 1
+        row = torch.arange(len(self.rows), device=self.device)
+        key[row, :, self.length] = key_states[:, :, 0]
+        value[row, :, self.length] = value_states[:, :, 0]
+        end = int(self.taken.max()) + 1
         return key[:, :, :end], value[:, :, :end]
 
     def update_recurrent_state(self, recurrent_states, layer_idx, state_idx=0, **kwargs):  # type: ignore[override]
-        rows = self.layers[layer_idx]
-        assert isinstance(rows, Rows)
-        rows.recurrent_states[state_idx] = recurrent_states
+        self._states(layer_idx).recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
     def has_previous_state(self, layer_idx=None, state_idx=None) -> bool:
@@ -202,13 +278,15 @@ class Decode(Cache):
         return x.transpose(1, 2).flatten(0, 1)[self.slot]
 
     def _hidden(self, suffix: int, window: int | None) -> torch.Tensor:
-        """bool [B, C + L + t]: padding of shorter prompts, and what a window has left behind."""
-        device = self.rows.device
+        """bool [B, C + L + t]: padding of shorter prompts and of shorter answers (where an earlier
+        row's may stand), and what a window has left behind."""
+        device = self.device
         lengths = self.lengths[self.rows][:, None]
         own = torch.arange(self.longest, device=device)[None]
         shared = torch.arange(self.common_length, device=device)[None].expand(len(lengths), -1)
-        generated = lengths + torch.arange(suffix, device=device)[None]
-        hidden = torch.cat([shared < 0, own >= lengths, generated < 0], 1)
+        number = torch.arange(suffix, device=device)[None]
+        generated = lengths + number
+        hidden = torch.cat([shared < 0, own >= lengths, number > self.length[:, None]], 1)
         if window is not None:
             base = self.common_length
             at = torch.cat([shared, base + own.expand(len(lengths), -1), base + generated], 1)
@@ -222,14 +300,32 @@ def _shared(prefill: PrefillCache, layer: int, common: int) -> tuple[torch.Tenso
 
 
 def _per_prompt(
-    prefill: PrefillCache, layer: int, spans: list[tuple[int, int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [P, J, L, D] of the prompts' own parts, zero-padded on the right."""
+    cache: PrefillCache, spans: list[tuple[int, int]]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [P, J, L, D] of the prompts' own parts by layer, zero-padded on the right."""
     longest = max(end - start for start, end in spans)
-    padded = []
-    for whole in (prefill.keys[layer], prefill.values[layer]):
-        out = whole.new_zeros(len(spans), whole.shape[1], longest, whole.shape[3])
+
+    def padded(whole: torch.Tensor) -> torch.Tensor:
+        out = _room(whole[0], len(spans), longest).zero_()
         for row, (start, end) in enumerate(spans):
             out[row, :, : end - start] = whole[0, :, start:end]
-        padded.append(out)
-    return padded[0], padded[1]
+        return out
+
+    return {i: (padded(cache.keys[i]), padded(cache.values[i])) for i in cache.keys}
+
+
+def _room(like: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+    """[rows, J, tokens, D] for a [J, *, D]."""
+    return like.new_empty(rows, like.shape[0], tokens, like.shape[2])
+
+
+def _no_prompts(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return _room(pair[0], 0, 0), _room(pair[1], 0, 0)
+
+
+def _stack(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """[P, J, L, D] and [Q, J, M, D] -> [P + Q, J, max(L, M), D], padded with zeros."""
+    longest = max(first.shape[2], second.shape[2])
+    return torch.cat(
+        [torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in (first, second)]
+    )

@@ -1,17 +1,17 @@
 """The native engine: samples from the trainer's own modules, so nothing is copied or synced.
 
-Prompts are prefilled once, as one packed tree (what they share is computed once); the G rows of a
-prompt decode over that shared memory; a finished row leaves the batch at once. The adapter and the
-exploration noise are live in the modules: a new version needs no action.
+Prompts are prefilled once, as packed trees (what they share is computed once a tree); the G rows of
+a prompt decode over that shared memory; a finished row leaves its seat at once to one that waits.
+The adapter and the exploration noise are live in the modules: a new version needs no action.
 
-Left out here: admission of waiting rows while others decode (waves of `max_rows` instead),
-top-p, top-k and penalties (the recorded log-probs are then exactly softmax(logits / T)).
+Left out here: top-p, top-k and penalties (the recorded log-probs are exactly softmax(logits / T)).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from qerl.errors import QerlError
 from qerl.pack import TreeBuilder, common_prefix_length
 from qerl.policy import Policy
-from qerl.rollout.cache import Decode, PrefillCache
+from qerl.rollout.cache import Decode, Prefill, PrefillCache
 from qerl.rollout.sampling import sample_tokens, uniforms
 from qerl.types import Completion, Group, Prompt, SamplingParams
 
@@ -30,7 +30,7 @@ class NativeEngine:
     """Engine over a `Policy`.
 
     max_rows bounds the completions decoded at once, prefill_tokens the prompt tokens of one
-    forward; a prompt longer than that goes alone.
+    forward, which are kept until their rows begin; a prompt longer than that goes alone.
     """
 
     name = "native"
@@ -58,27 +58,10 @@ class NativeEngine:
         self._check_context(prompts, params.max_tokens)
         was_training = self.policy.model.training
         self.policy.model.eval()
-        groups: list[Group] = []
-        requests = request_ids(prompts, params.n)
-        for wave in self._waves(prompts, params.n):
-            groups += self._wave(prompts[wave], requests[wave].ravel(), params, progress)
+        rollout = _Rollout(self, prompts, params, progress)
+        rollout.run()
         self.policy.model.train(was_training)
-        return groups
-
-    def _waves(self, prompts: Sequence[Prompt], n: int) -> Iterator[slice]:
-        """Consecutive prompts that prefill and decode together, within both bounds."""
-        start = 0
-        while start < len(prompts):
-            stop, tokens = start, 0
-            while stop < len(prompts):
-                tokens += len(prompts[stop].token_ids)
-                if stop > start and (
-                    tokens > self.prefill_tokens or (stop + 1 - start) * n > self.max_rows
-                ):
-                    break
-                stop += 1
-            yield slice(start, stop)
-            start = stop
+        return rollout.groups
 
     def _check_context(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         for prompt in prompts:
@@ -89,46 +72,120 @@ class NativeEngine:
                     f"of {self.policy.context}; lower it or set task.max_prompt_tokens"
                 )
 
-    def _wave(
+
+@dataclass(slots=True)
+class _Row:
+    """A completion under way: its prompt's number in the call, what its draws depend on, and the
+    token that is to be decoded next."""
+
+    completion: Completion
+    prompt: int
+    request: int
+    token: int
+
+
+class _Rollout:
+    """One call of `sample`: rows that decode, requests that wait, prompts prefilled for them."""
+
+    def __init__(
         self,
+        engine: NativeEngine,
         prompts: Sequence[Prompt],
-        ids: np.ndarray,
         params: SamplingParams,
         progress: Progress | None,
-    ) -> list[Group]:
-        state, hidden = self._prefill(prompts, params)
-        groups = [Group(prompt, [_empty() for _ in range(params.n)]) for prompt in prompts]
-        live = [c for group in groups for c in group.completions]
-        hidden = hidden.repeat_interleave(params.n, 0)
-        for position in range(params.max_tokens):
-            logits = self.policy.logits(hidden)
-            draw = uniforms(params.seed, ids, position)
-            tokens, logp, entropy = sample_tokens(logits, params.temperature, draw)
-            going = self._record(live, tokens, logp, entropy)
-            if progress is not None:
-                progress(len(live))
-            if not len(going) or position + 1 == params.max_tokens:
-                break
-            if len(going) < len(live):
-                index = torch.from_numpy(going).to(tokens.device)
-                state.keep(index)
-                tokens, ids, live = tokens[index], ids[going], [live[i] for i in going]
-            hidden = self._decode(tokens, state)
-        for completion in (c for group in groups for c in group.completions):
-            self._finish(completion)
-        return groups
+    ) -> None:
+        self.engine, self.policy = engine, engine.policy
+        self.prompts, self.params, self.progress = prompts, params, progress
+        self.groups = [Group(prompt, [_empty() for _ in range(params.n)]) for prompt in prompts]
+        self.requests = request_ids(prompts, params.n)
+        self.common = common_prefix_length([p.token_ids for p in prompts]) if prompts else 0
+        self.waiting = deque((p, k) for p in range(len(prompts)) for k in range(params.n))
+        self.ready: dict[int, tuple[Prefill, int]] = {}  # prefilled, with its place in the batch
+        self.rows: list[_Row] = []
+        self.state: Decode | None = None
 
-    def _prefill(
-        self, prompts: Sequence[Prompt], params: SamplingParams
-    ) -> tuple[Decode, torch.Tensor]:
-        """One packed forward over all prompts -> decode state, last hidden states [P, hidden]."""
-        common = common_prefix_length([p.token_ids for p in prompts])
+    def run(self) -> None:
+        """Every completion, to its end."""
+        self._fill([], self.engine.max_rows)
+        while self.rows:
+            going = self._sample(self.rows, self._decode())
+            freed = [i for i, goes in enumerate(going) if not goes]
+            if freed:
+                self._fill(freed, len(freed))
+        for completion in (c for group in self.groups for c in group.completions):
+            completion.text = self._text(completion.token_ids)
+
+    def _fill(self, freed: list[int], count: int) -> None:
+        """Give up to `count` seats, the `freed` ones first, to requests that wait; rows whose
+        seat nobody takes leave."""
+        newcomers = self._begin(count)
+        if newcomers:
+            self._enter([row.prompt for row in newcomers])
+        if self.state is None:
+            return
+        taken, left = freed[: len(newcomers)], set(freed[len(newcomers) :])
+        if newcomers:
+            self.state.seat(taken, [row.prompt for row in newcomers])
+            for seat, row in zip(taken, newcomers, strict=False):
+                self.rows[seat] = row
+            self.rows += newcomers[len(taken) :]
+        if left:
+            index = [i for i in range(len(self.rows)) if i not in left]
+            self.state.keep(torch.tensor(index, dtype=torch.int64, device=self.policy.device))
+            self.rows = [self.rows[i] for i in index]
+        self.state.forget({p for p, _ in self.waiting})
+
+    def _begin(self, count: int) -> list[_Row]:
+        """The first tokens of up to `count` requests, from their prompts' last hidden states;
+        those that are not finished with them."""
+        begun: list[_Row] = []
+        while self.waiting and len(begun) < count:
+            rows, hidden = [], []
+            for _ in range(min(count - len(begun), len(self.waiting))):
+                p, k = self.waiting.popleft()
+                batch, place = self._prefilled(p)
+                completion = self.groups[p].completions[k]
+                rows.append(_Row(completion, p, int(self.requests[p, k]), -1))
+                hidden.append(batch.hidden[place])
+            going = self._sample(rows, torch.stack(hidden))
+            begun += [row for row, goes in zip(rows, going, strict=True) if goes]
+        return begun
+
+    def _enter(self, numbers: list[int]) -> None:
+        """Bring prompts that are new into the decoding memory, and let go of prefills that no
+        request waits for."""
+        if self.state is None:
+            self.state = Decode(self.ready[numbers[0]][0])
+        new = [n for n in dict.fromkeys(numbers) if n not in self.state.numbers]
+        while new:
+            batch = self.ready[new[0]][0]
+            some = [n for n in new if self.ready[n][0] is batch]
+            self.state.enter(some, batch, [self.ready[n][1] for n in some])
+            new = [n for n in new if n not in some]
+        waiting = {p for p, _ in self.waiting}
+        self.ready = {n: found for n, found in self.ready.items() if n in waiting}
+
+    def _prefilled(self, number: int) -> tuple[Prefill, int]:
+        """A prompt's prefill; it takes the prompts after it along, up to `prefill_tokens`."""
+        if number not in self.ready:
+            stop, tokens = number + 1, len(self.prompts[number].token_ids)
+            while stop < len(self.prompts):
+                tokens += len(self.prompts[stop].token_ids)
+                if tokens > self.engine.prefill_tokens:
+                    break
+                stop += 1
+            batch = self._prefill(self.prompts[number:stop])
+            self.ready |= {p: (batch, p - number) for p in range(number, stop)}
+        return self.ready[number]
+
+    def _prefill(self, prompts: Sequence[Prompt]) -> Prefill:
+        """One packed forward over some of the prompts."""
         builder = TreeBuilder()
-        root = builder.add(prompts[0].token_ids[:common], 0, ())
+        root = builder.add(prompts[0].token_ids[: self.common], 0, ())
         spans = []
         for prompt in prompts:
             start = len(builder.ids)
-            builder.add(prompt.token_ids[common:], common, (root,))
+            builder.add(prompt.token_ids[self.common :], self.common, (root,))
             spans.append((start, len(builder.ids)))
         device, cache = self.policy.device, PrefillCache()
         tree = builder.tree(device)
@@ -141,11 +198,13 @@ class NativeEngine:
             tree=tree,
         )
         last = torch.tensor([end - 1 for _, end in spans], device=device)
-        state = Decode(cache, tree, common, spans, params.n, params.max_tokens)
-        return state, out.last_hidden_state[0, last]
+        return Prefill(cache, tree, self.common, spans, out.last_hidden_state[0, last])
 
-    def _decode(self, tokens: torch.Tensor, state: Decode) -> torch.Tensor:
-        """One token for every live row [B] -> hidden states [B, hidden]."""
+    def _decode(self) -> torch.Tensor:
+        """The next token of every row -> hidden states [B, hidden]."""
+        state = self.state
+        assert state is not None
+        tokens = torch.tensor([row.token for row in self.rows], device=self.policy.device)
         out = self.policy.decoder(
             input_ids=tokens[:, None],
             position_ids=state.positions[:, None],
@@ -154,36 +213,34 @@ class NativeEngine:
             use_cache=True,
             decode=state,
         )
-        state.step += 1
-        state.grow()
+        state.advance()
         return out.last_hidden_state[:, 0]
 
-    def _record(
-        self,
-        live: list[Completion],
-        tokens: torch.Tensor,
-        logp: torch.Tensor,
-        entropy: torch.Tensor,
-    ) -> np.ndarray:
-        """Append one token to every live completion; returns the rows that go on."""
+    def _sample(self, rows: list[_Row], hidden: torch.Tensor) -> list[bool]:
+        """Sample and record one token a row; whether it goes on."""
+        positions = np.array([len(row.completion.token_ids) for row in rows])
+        draw = uniforms(self.params.seed, np.array([row.request for row in rows]), positions)
+        found = sample_tokens(self.policy.logits(hidden), self.params.temperature, draw)
         going = []
-        columns = zip(tokens.tolist(), logp.tolist(), entropy.tolist(), strict=True)
-        for row, (completion, (token, value, h)) in enumerate(zip(live, columns, strict=True)):
+        for row, token, logp, entropy in zip(rows, *(x.tolist() for x in found), strict=True):
+            completion = row.completion
             completion.token_ids.append(token)
-            completion.logprobs.append(value)
-            completion.entropies.append(h)
+            completion.logprobs.append(logp)
+            completion.entropies.append(entropy)
             completion.versions.append(self.policy.version)
-            if token in self.policy.eos_ids:
+            row.token = token
+            stopped = token in self.policy.eos_ids
+            if stopped:
                 completion.finish_reason = "stop"
-            else:
-                going.append(row)
-        return np.array(going, dtype=np.int64)
+            going.append(not stopped and len(completion.token_ids) < self.params.max_tokens)
+        if self.progress is not None:
+            self.progress(len(rows))
+        return going
 
-    def _finish(self, completion: Completion) -> None:
-        ids = completion.token_ids
+    def _text(self, ids: list[int]) -> str:
         text = self.policy.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)
-        completion.text = text
+        return text
 
 
 def request_ids(prompts: Sequence[Prompt], n: int) -> np.ndarray:

@@ -38,24 +38,34 @@ class Rows:
         self.conv_states = {0: conv}
         self.recurrent_states = {0: recurrent}
 
+    def take(self, index: torch.Tensor) -> Rows:
+        """A copy of these rows."""
+        return Rows(self.conv_states[0][index], self.recurrent_states[0][index])
+
     def keep(self, index: torch.Tensor) -> None:
         """Drop every row but these."""
         self.conv_states[0] = self.conv_states[0][index]
         self.recurrent_states[0] = self.recurrent_states[0][index]
 
+    def put(self, index: torch.Tensor, rows: Rows) -> None:
+        """Other rows in the places of these."""
+        self.conv_states[0][index] = rows.conv_states[0]
+        self.recurrent_states[0][index] = rows.recurrent_states[0]
 
-def fork(
-    prefilled: Prefilled,
-    common: int,
-    spans: list[tuple[int, int]],
-    ends: torch.Tensor,
-    rows: torch.Tensor,
+    def extend(self, rows: Rows) -> None:
+        """More rows at the end."""
+        self.conv_states[0] = torch.cat([self.conv_states[0], rows.conv_states[0]])
+        both = [self.recurrent_states[0], rows.recurrent_states[0]]
+        self.recurrent_states[0] = torch.cat(both)
+
+
+def ended(
+    prefilled: Prefilled, common: int, spans: list[tuple[int, int]], ends: torch.Tensor
 ) -> Rows:
-    """States of rows that continue prompts.
+    """States at the ends of prompts, a row each: what their completions begin with.
 
     The prompts share their first `common` tokens, packed first; spans: where the rest of each
-    is packed. ends: int64 [P], number of the state each prompt ends in. rows: int64 [B], the
-    prompt of each row.
+    is packed. ends: int64 [P], number of the state each prompt ends in.
     """
     assert prefilled.states is not None, "the mixer kept no state"
     width, total = prefilled.width, prefilled.inputs.shape[2]
@@ -66,4 +76,4 @@ def fork(
         index[row, width - len(path) :] = torch.tensor(path)
     padded = torch.nn.functional.pad(prefilled.inputs[0], (0, 1))
     conv = padded[:, index.to(padded.device)].transpose(0, 1)  # [P, C, W]
-    return Rows(conv[rows].contiguous(), prefilled.states[ends][rows])
+    return Rows(conv.contiguous(), prefilled.states[ends])

@@ -24,11 +24,14 @@ def mix64(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def uniforms(seed: int, requests: np.ndarray, position: int) -> np.ndarray:
-    """float64 in [0, 1) for each request id at one token position; a pure function."""
+def uniforms(seed: int, requests: np.ndarray, position: int | np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) for each request id at a token position (one, or one each); a pure
+    function."""
     with np.errstate(over="ignore"):
         key = mix64(np.array([seed], dtype=np.uint64) * _GOLDEN + np.uint64(1))
-        key = mix64(key ^ (requests.astype(np.uint64) * _GOLDEN + np.uint64(position)))
+        key = mix64(
+            key ^ (requests.astype(np.uint64) * _GOLDEN + np.asarray(position, dtype=np.uint64))
+        )
         bits = mix64(key + _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
