@@ -228,6 +228,10 @@ def _say_scores(made: Merged, out: Output) -> None:
 
 def _push(wish: Wish, to: Push, output: Path | None, out: Output) -> None:
     """Prepare the folder (kept where -o or --dry-run asks for it), then upload it."""
+    with quiet():
+        from qerl.hub import check_repo
+
+        check_repo(to.repo, login=not to.dry_run)
     target = output or (Path(f"{wish.default_name}-hub") if to.dry_run else None)
     if target is not None:
         check_writable("--output", target.expanduser())
@@ -285,5 +289,6 @@ def _on_wide_base(wish: Wish, out: Output) -> dict[str, Any]:
     if found is None:
         return {}
     label, result = found
+    label = wish.base_model or label  # the card names it by its Hub id
     out.say(f"on {label} in 16 bits: {accuracy_text(result.as_dict())}")
     return {label: result.as_dict()}

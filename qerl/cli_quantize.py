@@ -5,6 +5,7 @@ As in `qerl.cli_train`, every import that brings torch is inside the command, un
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -182,9 +183,10 @@ def token_lists(
 def _text(path: Path) -> str:
     with path.open("rb") as file:
         raw = file.read(TEXT_BYTES)
+    # Where we cut the file, its last character may be cut in two.
+    whole = len(raw) < TEXT_BYTES
     try:
-        # The last character may be cut in two, by us.
-        return raw[:-4].decode("utf-8") + raw[-4:].decode("utf-8", errors="ignore")
+        return codecs.getincrementaldecoder("utf-8")().decode(raw, final=whole)
     except UnicodeDecodeError as error:
         raise QerlError(f"--calibration {str(path)!r}: is not UTF-8 text; convert it") from error
 

@@ -6,6 +6,7 @@ wherever the process was killed. Names that end in `.partial` are unfinished and
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any
 from qerl.errors import QerlError
 
 PARTIAL = ".partial"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a full disk, quota or limit answers
 
 
 def check_writable(
@@ -87,7 +89,7 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
     folder is removed; a process killed in the block leaves only `<path>.partial`, which the next
     call clears away. Between the two renames of a replacement `path` is absent for an instant: a
     process killed right there leaves the old folder as `<path>.old.partial`, and the next call
-    puts it back before it begins.
+    puts it back before it begins. Raises QerlError for a full disk.
     """
     path = Path(path)
     partial = path.with_name(path.name + PARTIAL)
@@ -98,8 +100,14 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
     try:
         yield partial
         _sync_files(partial)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, shutil.Error) or getattr(error, "errno", None) in FULL:
+            reason = getattr(error, "strerror", None) or error
+            raise QerlError(
+                f"output: '{path}' cannot be written ({reason}); free some space, or name another "
+                "folder"
+            ) from error
         raise
     if path.exists():
         os.replace(path, old)

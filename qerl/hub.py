@@ -4,8 +4,7 @@ Everything goes through `huggingface_hub`, with its own login: no token is read,
 here. A push may be repeated: files the repository has are not sent again, an upload that was cut
 short goes on where it was, and a push that changes nothing makes no commit.
 
-Tested over plain HTTP and Git LFS (`HF_HUB_DISABLE_XET=1`); the Xet transfer that `huggingface_hub`
-takes by default where `hf_xet` is installed is untested here.
+Tested over HTTP and Git LFS (`HF_HUB_DISABLE_XET=1`); Xet, the default transfer, is untested here.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def push(
     result (an adapter, a merged model).
     """
     _check_folder(folder)
-    _check_repo(repo)
+    check_repo(repo, login=True)
     with _hub_errors(repo):
         api = _api()
         api.create_repo(repo, private=private or None, exist_ok=True)
@@ -312,7 +311,8 @@ def _check_folder(folder: Path) -> None:
         raise QerlError(f"push: {folder} holds no weights and card; make it with `qerl export`")
 
 
-def _check_repo(repo: str) -> None:
+def check_repo(repo: str, *, login: bool) -> None:
+    """QerlError for what is no repository name, or (login) when nobody is logged in."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -323,6 +323,8 @@ def _check_repo(repo: str) -> None:
         fits = False
     if not fits:
         raise QerlError(f"--push: {repo!r} is no repository name; write USER/NAME, as on the Hub")
+    if login:
+        _api()
 
 
 def _api() -> HfApi:

@@ -8,7 +8,9 @@ column's error away in the columns after it (GPTQ), under the base's own block s
 inputs the run's own answers give: then W' x is close where W' alone cannot be. Layers for which
 even that is not enough stay in bf16 (`keep`), as the checkpoint's `ignore` list allows.
 
-Tensors are read, merged and written one at a time; a shard is in memory, never a model.
+Tensors are read, merged and written one at a time; a shard is in memory, never a model. Names here
+are the files' own; where transformers renames as it loads (Gemma 3, Ministral 3), an adapter has
+the model's names, and `Merge.module` leads from one to the other.
 Shape letters: N outputs, K inputs, R rank.
 """
 
@@ -95,17 +97,39 @@ class Merge:
     """A base checkpoint and an adapter, read as the model they make together.
 
     Read it in a `with` block. live: makers of the layers that were NVFP4 in memory while they were
-    trained on; one that the files have in 16 bits is taken from here.
+    trained on, by the model's names; one that the files have in 16 bits is taken from here.
+    adapted: the files' names of adapted layers -> the adapter's names.
     Raises QerlError when the checkpoint is incomplete or in a format that cannot be read, or does
     not hold a layer that the adapter adapts (shape named).
     """
 
     def __init__(self, checkpoint: Path, adapter: Path, live: Mapping[str, Live]) -> None:
         self.checkpoint = checkpoint
-        self._live = dict(live)
         self.delta = Delta(adapter)
         self.config = read_json(checkpoint / "config.json")
         self._reader = Reader(checkpoint)
+        self._made: Mapping[str, Live] = live
+
+    def _renamed(self) -> dict[str, str]:
+        """The model's names of layers -> the files', where any adapted layer has another there."""
+        from qerl.model.towers import file_names
+        from qerl.quantize import structure
+
+        there = {name.rpartition(".")[0] for name in self._reader.where}
+        if there.issuperset(self.delta.modules):
+            return {}
+        found = file_names(structure.skeleton(self.checkpoint), self._reader.where)
+        return {
+            module.rpartition(".")[0]: file.rpartition(".")[0] for module, file in found.items()
+        }
+
+    def file(self, module: str) -> str:
+        """The files' name of a layer that the model calls `module`."""
+        return self._files.get(module, module)
+
+    def module(self, name: str) -> str:
+        """The model's name of a layer that the files call `name`."""
+        return self._modules.get(name, name)
 
     def __enter__(self) -> Merge:
         from qerl.model.formats import read_layers
@@ -115,8 +139,13 @@ class Merge:
         where = {name: self.checkpoint / file for name, file in self._reader.where.items()}
         self.layers = read_layers(self.checkpoint, self.config, where)
         self.packed = self.layers.quantized()
+        self._files = self._renamed()
+        self._modules = {file: module for module, file in self._files.items()}
+        self.adapted = {self.file(name): name for name in self.delta.modules}
+        made = {self.file(name): make for name, make in self._made.items()}
         # The others are let go of: what makes them holds a model in memory.
-        self._live = {n: make for n, make in self._live.items() if self.layers.kind(n) == "dense"}
+        self._live = {n: make for n, make in made.items() if self.layers.kind(n) == "dense"}
+        self._made = {}
         self._check_adapter()
         return self
 
@@ -125,17 +154,17 @@ class Merge:
 
     def _check_adapter(self) -> None:
         """Every adapted layer is there, in the shape of its delta: none is left out silently."""
-        for name in self.delta.modules:
+        for name, module in self.adapted.items():
             if self.layers.kind(name) == "dense" and f"{name}.weight" not in self._reader.where:
                 raise QerlError(
-                    f"merge: the adapter adapts {name}, which '{self.checkpoint}' does not hold; "
+                    f"merge: the adapter adapts {module}, which '{self.checkpoint}' does not hold; "
                     "it was trained on another base"
                 )
-            found, wanted = self.layers.shape(name), tuple(self.delta.of(name).shape)
+            found, wanted = self.layers.shape(name), tuple(self.delta.of(module).shape)
             if found != wanted:
                 raise QerlError(
-                    f"merge: {name} is {list(found)} in '{self.checkpoint}' and {list(wanted)} in "
-                    "the adapter; it was trained on another base"
+                    f"merge: {module} is {list(found)} in '{self.checkpoint}' and {list(wanted)} "
+                    "in the adapter; it was trained on another base"
                 )
 
     def weight(self, name: str) -> Tensor:
@@ -146,7 +175,7 @@ class Merge:
             weight = dequantize(*self._live[name]())
         else:
             weight = self.layers.dequantized(self._reader.tensor, name)
-        return weight.add_(self.delta.of(name)) if name in self.delta.modules else weight
+        return weight.add_(self.delta.of(self.adapted[name])) if name in self.adapted else weight
 
     def is_nvfp4(self, name: str) -> bool:
         """Whether this layer was trained on in NVFP4."""
@@ -164,7 +193,7 @@ class Merge:
 
     def wide(self) -> list[str]:
         """Linear layers that are not the file's own tensor: adapted, or to be unpacked; sorted."""
-        return sorted({*self.packed, *self._live, *self.delta.modules})
+        return sorted({*self.packed, *self._live, *self.adapted})
 
     def others(self) -> list[str]:
         """Names of all other tensors, sorted, which are copied as they are.
@@ -235,7 +264,8 @@ class Merge:
         self._write_config(folder, self._ignore(done))
 
     def _ignore(self, done: set[str]) -> list[str]:
-        """Layers that the written checkpoint has in 16 bits, for its `ignore` list."""
+        """Layers that the written checkpoint has in 16 bits, for its `ignore` list: the model's
+        names, as compressed-tensors matches them with modules."""
         section = self.config.get("quantization_config") or {}
         ours = section.get("quant_method") == "compressed-tensors"
         theirs = list(section.get("ignore") or []) if ours else []
@@ -245,6 +275,7 @@ class Merge:
             if name.endswith(".weight") and len(self._reader.shape(name)) == 2
         ]
         left = {name for name in [*dense, *self.wide(), "lm_head"] if "embed" not in name} - done
+        left = {self.module(name) for name in left}
         return [*theirs, *sorted(left - set(theirs))]
 
     def _write_config(self, folder: Path, ignore: list[str] | None) -> None:

@@ -68,7 +68,7 @@ def requantize(
     Raises QerlError naming a layer that the batches never reach or whose inputs are not finite.
     """
     groups = scale_groups(_layers(merge, policy))
-    adapted = set(merge.delta.modules)
+    adapted = set(merge.adapted)
     dense = not any(merge.is_nvfp4(group[0]) for group in groups)
     changed = [group for group in groups if dense or adapted & set(group)]
     for group in groups:
@@ -79,9 +79,9 @@ def requantize(
                 yield Encoded(name, packed, 0.0, 2 * packed.packed.numel())
     total, done = sum(map(len, changed)), 0
     for some in _chunks(changed, merge):
-        hessians = gather(policy, batches, [group[0] for group in some])
+        hessians = gather(policy, batches, [merge.module(group[0]) for group in some])
         for group in some:
-            yield from encode_group(merge, group, hessians.pop(group[0]))
+            yield from encode_group(merge, group, hessians.pop(merge.module(group[0])))
             done += len(group)
             if progress is not None:
                 progress(done, total)
@@ -130,7 +130,7 @@ def _layers(merge: Merge, policy: Policy) -> list[str]:
     if stored:
         return stored
     plain = [n for n in decoder_linears(policy.network) if not set(n.split(".")) & _INSIDE]
-    names = {*merge.delta.modules, *plain}
+    names = {*merge.adapted, *map(merge.file, plain)}
     return sorted(name for name in names if merge.layers.shape(name)[1] % BLOCK == 0)
 
 
@@ -188,7 +188,7 @@ def encode_group(merge: Merge, group: list[str], hessian: Tensor) -> Iterator[En
     halvings = _halvings(weights, stored)
     for name, weight in weights.items():
         base = stored[name]
-        if base is not None and not halvings and name not in merge.delta.modules:
+        if base is not None and not halvings and name not in merge.adapted:
             yield Encoded(name, base, 0.0, weight.numel())
             continue
         weight = weight.to(hessian.device)

@@ -102,11 +102,14 @@ def test_a_lossy_merge_is_an_error_of_one_line(trained: Path, tmp_path: Path, mo
         (["--no-score"], "--no-score: it belongs to --push; add --push USER/NAME"),
         (["--merge", "nvfp4", "--bf16-budget", "2"], "export: invalid value for '--bf16-budget'"),
         (["--merge", "bf16", "--best", "-o", "there"], "output: 'there' exists and is not empty"),
+        (["--push", "mex", "--dry-run"], "--push: 'mex' is no repository name; write USER/NAME"),
+        (["--push", "me/x", "--merge", "bf16"], "--push: you are not logged in"),
         (["--push", "me/x", "--dry-run", "-o", "there"], "output 'there': it exists and is not"),
     ],
 )
 def test_mistakes_are_one_line(trained: Path, tmp_path: Path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "thesis.txt").write_text("years of work")
     result = qerl("export", trained, *options, code=2)

@@ -11,7 +11,8 @@ from test_cli import qerl
 from test_gguf import Kind, llama, write_gguf
 from tiny import LETTERS, tiny_tokenizer
 
-from qerl.cli_quantize import token_lists
+from qerl import cli_quantize
+from qerl.cli_quantize import _text, token_lists
 from qerl.errors import QerlError
 
 
@@ -96,6 +97,17 @@ def test_rows(tmp_path: Path, row: dict, ids: list[int]):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(5)))
     assert token_lists(str(path), tiny_tokenizer(), 3, 16) == [ids] * 3
+
+
+@pytest.mark.parametrize("end", ["ак", "ак\n", "naïve\n", "日本", "日本a", "🙂", "🙂ab"])
+def test_text_may_end_in_any_character(tmp_path: Path, monkeypatch, end: str):
+    path = tmp_path / "text.txt"
+    text = "a" * 40 + end
+    path.write_text(text, encoding="utf-8")
+    assert _text(path) == text
+    for limit in range(40, len(text.encode()) + 1):  # cut by us anywhere, a character or not
+        monkeypatch.setattr(cli_quantize, "TEXT_BYTES", limit)
+        assert text.startswith(_text(path)) and len(_text(path)) >= 40
 
 
 def test_text_that_cannot_be_used(tmp_path: Path):

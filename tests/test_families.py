@@ -11,10 +11,12 @@ from test_native_engine import PROMPTS, padded_logprobs, randomise_adapter
 
 from qerl.adapter import load_adapter, save_adapter
 from qerl.config import LoraConfig, Recipe
+from qerl.merge import Merge
 from qerl.model.lora import attach_lora, lora_layers
 from qerl.noise import find_norms
 from qerl.pack import pack_one
 from qerl.policy import Policy, load_policy
+from qerl.requantize import live_packed, requantize
 from qerl.rollout.native import NativeEngine
 from qerl.types import SamplingParams
 
@@ -121,6 +123,44 @@ def test_an_adapter_goes_out_to_plain_peft_and_comes_back(policy, reference, tmp
     assert load_adapter(again, tmp_path / "adapter") == saved
     with torch.no_grad():
         torch.testing.assert_close(again(IDS).logits, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["bf16", "nvfp4"])
+def test_an_adapter_is_merged_under_the_files_own_names(policy, tmp_path, method):
+    """Also where the files name layers otherwise than the model (Gemma 3, Ministral 3)."""
+    with torch.no_grad():
+        wanted = policy.network(IDS).logits
+        with policy.adapter_disabled():
+            base = policy.network(IDS).logits
+    save_adapter(policy.model, tmp_path / "adapter", base_model="owner/name")
+    merge = Merge(policy.base.checkpoint, tmp_path / "adapter", live_packed(policy))
+    made = tmp_path / "made"
+    made.mkdir()
+    with merge:
+        assert set(merge.adapted.values()) == set(lora_layers(policy.network))
+        if method == "bf16":
+            merge.write_bf16(made)
+        else:
+            groups = NativeEngine(policy).sample(PROMPTS, SamplingParams(n=2, max_tokens=8, seed=4))
+            fed = [pack_one(groups, torch.device("cpu"))]
+            merge.write_nvfp4(made, ((e.name, e.packed) for e in requantize(merge, policy, fed)))
+    kind = type(policy.network)
+    folder = made if method == "bf16" else unpacked(made, tmp_path / "unpacked")
+    theirs, info = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        off = (theirs.eval()(IDS).logits - wanted).norm()
+    share = 0.1 if method == "bf16" else 0.8  # IDS are not what NVFP4 was fitted to
+    assert off < share * (base - wanted).norm()
+    if method == "nvfp4":
+        again = load_policy(Recipe(model=str(made), dtype="float32", device="cpu"))
+        assert packed_names(again) == packed_names(policy)
+
+
+def packed_names(policy: Policy) -> set[str]:
+    return set(live_packed(policy))
 
 
 def applied(model) -> set[str]:

@@ -1,11 +1,13 @@
 """From a checkpoint on disk to an NVFP4 one, and what other people's code makes of it."""
 
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
@@ -216,6 +218,35 @@ def test_biases_and_fp32_sources(tmp_path):
     direct, _, _ = quantize.quantize_absmax(weight)  # from fp32, not from its bf16 rounding
     assert torch.equal(after["model.layers.0.mlp.down_proj.weight_packed"], direct)
     assert json.loads((tmp_path / "q" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_fp32_among_16_bits_stays_fp32(checkpoint, tmp_path):
+    """A publisher left it so on purpose, such as a recurrence's A_log."""
+    mixed = tmp_path / "mixed"
+    shutil.copytree(checkpoint, mixed)
+    tensors = load_file(mixed / "model.safetensors")
+    name = "model.layers.0.input_layernorm.weight"
+    tensors[name] = tensors[name].float() + 1e-5
+    save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
+    quantize_checkpoint(mixed, tmp_path / "q", method="absmax")
+    after = tensors_of(tmp_path / "q")[name]
+    assert after.dtype == torch.float32 and torch.equal(after, tensors[name])
+
+
+def test_what_writes_no_text_is_refused(tmp_path):
+    common = dict(vocab_size=16, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    t5 = transformers.T5Config(vocab_size=16, d_model=32, d_kv=16, d_ff=32, num_layers=1)
+    llama = transformers.LlamaConfig(**common, intermediate_size=32)
+    bert = transformers.BertConfig(**common, intermediate_size=32)
+    for kind, config, why in (
+        (transformers.T5ForConditionalGeneration, t5, "is an encoder-decoder"),
+        (transformers.LlamaForSequenceClassification, llama, "does not write text"),
+        (transformers.BertForMaskedLM, bert, "does not write text"),
+    ):
+        kind(config).save_pretrained(tmp_path / kind.__name__)
+        with pytest.raises(QerlError, match=why):
+            quantize_checkpoint(tmp_path / kind.__name__, tmp_path / "q")
+        assert not (tmp_path / "q").exists()
 
 
 def test_shards_in_and_out(checkpoint, tmp_path):

@@ -19,6 +19,7 @@ from qerl.model import towers
 from qerl.model.load import load_base, load_dense
 from qerl.model.lora import attach_lora
 from qerl.policy import load_policy
+from qerl.quantize import structure
 from qerl.tasks.images import refuse_images
 
 CPU = torch.device("cpu")
@@ -206,9 +207,9 @@ def test_an_architecture_nobody_knows_is_named(format, changes, message, tmp_pat
 
 def test_a_config_without_architectures_is_the_usual_class():
     config = transformers.LlamaConfig(**COMMON)
-    assert towers.architecture(config) is transformers.LlamaForCausalLM
+    assert structure.architecture(config) is transformers.LlamaForCausalLM
     seeing = transformers.Gemma3Config(text_config=dict(COMMON))
-    assert towers.architecture(seeing) is transformers.Gemma3ForConditionalGeneration
+    assert structure.architecture(seeing) is transformers.Gemma3ForConditionalGeneration
 
 
 def test_tensors_that_transformers_would_join_are_refused(tmp_path):

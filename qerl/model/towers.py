@@ -17,15 +17,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from qerl.errors import QerlError
 from qerl.model import attention
 from qerl.quantize import structure
-
-FAMILIES = "Llama, Qwen, Gemma, Mistral, Phi"
+from qerl.quantize.structure import FAMILIES
 
 
 class LeftOut(nn.Module):
@@ -42,64 +40,14 @@ class LeftOut(nn.Module):
         )
 
 
-def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The checkpoint's own class, as its config.json names it, where that writes text.
-
-    Raises QerlError naming the architecture for an encoder-decoder, for a class that scores or
-    embeds text instead of writing it, and for one that transformers does not have.
-    """
-    if structure.is_foreign(config):
-        return structure.foreign_class(config)
-    named = list(config.architectures or [])
-    if not named:
-        named = [_usual(config)]
-    shown = ", ".join(named)
-    if getattr(config, "is_encoder_decoder", False):
-        raise QerlError(
-            f"model: {shown} is an encoder-decoder, and prompts are packed with their completions "
-            f"through one decoder; name a decoder-only model ({FAMILIES})"
-        )
-    found = [getattr(transformers, name, None) for name in named]
-    known = [kind for kind in found if kind is not None]
-    if not known:
-        raise QerlError(
-            f"model: transformers {transformers.__version__} has no {shown}; name a model of a "
-            f"class that it has ({FAMILIES}), or install a newer transformers"
-        )
-    for kind in known:
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.can_generate():
-            return kind
-    raise QerlError(
-        f"model: {shown} does not write text; name a causal language model, such as the one it "
-        "was made from"
-    )
-
-
-def _usual(config: PretrainedConfig) -> str:
-    """transformers' choice for a config.json that names no architecture."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    mappings: tuple[Any, ...] = (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-    )
-    for mapping in mappings:
-        if type(config) in mapping:
-            return mapping[type(config)].__name__
-    raise QerlError(
-        f"model: transformers has no causal language model for '{config.model_type}'; name one "
-        f"that writes text ({FAMILIES})"
-    )
-
-
 def skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole architecture on the meta device (no memory), with attention that packs.
 
-    Raises QerlError as `architecture` does, for a class whose attention is not to be replaced, and
-    for a mixture of experts.
+    Raises QerlError as `structure.architecture` does, for a class whose attention is not to be
+    replaced, and for a mixture of experts.
     """
     attention.register()
-    kind = architecture(config)
+    kind = structure.architecture(config)
     try:
         with torch.device("meta"):
             model = kind._from_config(config, dtype=dtype, attn_implementation=attention.NAME)

@@ -11,7 +11,6 @@ Left out: mixture-of-experts checkpoints that store their experts as one 3-D ten
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import shutil
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import QerlError
-from qerl.files import atomic_dir, check_writable, write_json
+from qerl.files import FULL, atomic_dir, check_writable, write_json
 from qerl.quantize import nvfp4, output, structure
 from qerl.quantize.gguf import GgufSource, check_gguf, write_tokenizer
 from qerl.quantize.job import Job, Progress
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 # What a tokenizer, a processor and a licence are made of. No code is copied, no weights of others.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def quantize_checkpoint(
@@ -194,7 +192,7 @@ def _disk_full(work: Path, dst: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise
         shutil.rmtree(work, ignore_errors=True)
         raise QerlError(

@@ -95,7 +95,9 @@ class Source:
                     "hold it; download both again"
                 )
         floats = {entry.dtype for entry in self._where.values()} & set(_CHECKED)
-        self.half = "F16" if floats == {"F16"} else "BF16"
+        self.half = "F16" if "F16" in floats and "BF16" not in floats else "BF16"
+        # Among 16-bit tensors an fp32 one was left so on purpose (a recurrence's A_log).
+        self._wide_is_meant = bool(floats & {"F16", "BF16"})
 
     def names(self) -> list[str]:
         return list(self._where)
@@ -105,6 +107,8 @@ class Source:
 
     def stored(self, name: str) -> str:
         dtype = self._where[name].dtype
+        if dtype == "F32" and self._wide_is_meant:
+            return dtype
         return self.half if dtype in _WIDE else dtype
 
     def get(self, name: str) -> torch.Tensor:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from qerl.quantize.shards import Tensors
 
 
+FAMILIES = "Llama, Qwen, Gemma, Mistral, Phi"
+
+
 def read_config(src: Path) -> dict[str, Any]:
     """config.json; QerlError if it is missing, no JSON, or of a quantized model."""
     path = src / "config.json"
@@ -45,7 +48,8 @@ def skeleton(src: Path, code: bool = False, **where: str) -> PreTrainedModel:
 
     code: run the Python code that comes with it. where: `gguf_file` for a GGUF file in `src`.
     Raises QerlError for a model that transformers does not know, one that needs code of its own
-    among them, and for experts stored as 3-D tensors.
+    among them, one that does not write text with a decoder alone, and for experts stored as 3-D
+    tensors.
     """
     import torch
     from transformers import AutoConfig
@@ -53,7 +57,7 @@ def skeleton(src: Path, code: bool = False, **where: str) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(src, trust_remote_code=code, **where)
         with torch.device("meta"):
-            model = _model_class(config)(config)
+            model = architecture(config)(config)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "custom code" in reason or "trust_remote_code" in str(error):
@@ -74,18 +78,57 @@ def skeleton(src: Path, code: bool = False, **where: str) -> PreTrainedModel:
     return model
 
 
-def _model_class(config: PretrainedConfig) -> Any:
-    """The checkpoint's own class where it generates text, else transformers' choice for that."""
+def architecture(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The checkpoint's own class, as its config.json names it, where that writes text.
+
+    Raises QerlError naming the architecture for an encoder-decoder, for a class that scores or
+    embeds text instead of writing it, and for one that transformers does not have.
+    """
     import transformers
+    from transformers import PreTrainedModel
 
     if is_foreign(config):
         return foreign_class(config)
-    for name in config.architectures or []:
-        if name.endswith(("ForCausalLM", "ForConditionalGeneration")):
-            found = getattr(transformers, name, None)
-            if found is not None:
-                return found
-    return transformers.AutoModelForCausalLM.from_config
+    named = list(config.architectures or [])
+    if not named:
+        named = [_usual(config)]
+    shown = ", ".join(named)
+    if getattr(config, "is_encoder_decoder", False):
+        raise QerlError(
+            f"model: {shown} is an encoder-decoder, and prompts are packed with their completions "
+            f"through one decoder; name a decoder-only model ({FAMILIES})"
+        )
+    found = [getattr(transformers, name, None) for name in named]
+    known = [kind for kind in found if kind is not None]
+    if not known:
+        raise QerlError(
+            f"model: transformers {transformers.__version__} has no {shown}; name a model of a "
+            f"class that it has ({FAMILIES}), or install a newer transformers"
+        )
+    for kind in known:
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.can_generate():
+            return kind
+    raise QerlError(
+        f"model: {shown} does not write text; name a causal language model, such as the one it "
+        "was made from"
+    )
+
+
+def _usual(config: PretrainedConfig) -> str:
+    """transformers' choice for a config.json that names no architecture."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    mappings: tuple[Any, ...] = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+    )
+    for mapping in mappings:
+        if type(config) in mapping:
+            return mapping[type(config)].__name__
+    raise QerlError(
+        f"model: transformers has no causal language model for '{config.model_type}'; name one "
+        f"that writes text ({FAMILIES})"
+    )
 
 
 def is_foreign(config: PretrainedConfig) -> bool:
