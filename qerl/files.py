@@ -102,8 +102,7 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
         _sync_files(partial)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, shutil.Error) or getattr(error, "errno", None) in FULL:
-            reason = getattr(error, "strerror", None) or error
+        if isinstance(error, OSError) and (reason := _fullness(error)) is not None:
             raise QerlError(
                 f"output: '{path}' cannot be written ({reason}); free some space, or name another "
                 "folder"
@@ -113,6 +112,14 @@ def atomic_dir(path: str | Path) -> Iterator[Path]:
         os.replace(path, old)
     os.replace(partial, path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _fullness(error: OSError) -> str | None:
+    """Which limit an error tells of; None for one of another kind. `shutil.copytree` keeps only
+    the texts of the errors it met."""
+    told = str(error) if isinstance(error, shutil.Error) else ""
+    found = (os.strerror(n) for n in FULL if error.errno == n or os.strerror(n) in told)
+    return next(found, None)
 
 
 def _recover(path: Path, old: Path) -> None:

@@ -130,7 +130,7 @@ def push(
     result (an adapter, a merged model).
     """
     _check_folder(folder)
-    check_repo(repo, login=True)
+    check_repo(repo, login=False)  # the client below asks for it
     with _hub_errors(repo):
         api = _api()
         api.create_repo(repo, private=private or None, exist_ok=True)

@@ -47,3 +47,11 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, how: str):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_another_failure_of_a_copy_is_not_called_a_full_disk(tmp_path: Path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(shutil.Error), atomic_dir(tmp_path / "made") as folder:
+        shutil.copytree(tmp_path / "source", folder, dirs_exist_ok=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
